@@ -876,6 +876,7 @@ ALIASES.update(text="positive", neg="negative")
 NEGATIVES = re.compile(r"negatives?(_\d+)?")  # columns that are all read
 EXPECTED = "expected UTF-8, columns query and positive (or text, for phase 1)"
 EXPECTED += "; in a .csv commas between them, and quotes around texts with commas"
+EXPECTED += "; without a download: pydocs, FILE.jsonl"
 
 
 class Row(NamedTuple):
@@ -900,6 +901,8 @@ def files_of(source):
     """{file: (size, date)} behind the name of data or of a model; empty if it is on the hub."""
     name = split_limit(source)[0]
     name = str(PYDOCS) if name == "pydocs" else name
+    if Path(name).parent.name == "qrels":  # with the texts that it judges
+        name = str(Path(name).parents[1])
     pattern = glob.escape(name) if os.path.exists(name) else name
     found = glob.glob(pattern) + glob.glob(f"{pattern}/**", recursive=True)
     files = [os.path.abspath(path) for path in sorted(found) if os.path.isfile(path)]
@@ -932,72 +935,65 @@ def read_rows(name, limit, needs_query, cache_dir):
         logging.info(f"{name}: {min(limit, len(rows)):,} of {len(rows):,} rows are read")
         return rows[:limit]
     sizes = {file: size for file, (size, _) in files_of(name).items()}
-    files = [file for file in sizes if sizes[file] > 0] or list(sizes)
+    files = [file for file in sizes if sizes[file] > 0] or list(sizes) or [name]
     warn([file for file in sizes if file not in files], "files are empty")
     rows = []
     total = 0
+    unread = {}
     breaks = []
     unanswered = []
-    for part, ending, table in load_tables(name, files, limit, needs_query, cache_dir):
+    for file in files:
+        ending = ending_of(file)
+        table = load_table(file, cache_dir, EXPECTED)
         total += len(table)
+        if name == "ms_marco":
+            table = table.map(from_ms_marco, remove_columns=table.column_names)
+        for old, new in ALIASES.items():
+            if old in table.column_names and new not in table.column_names:
+                table = table.rename_column(old, new)
+        unread.update(check_columns(file, table, limit, needs_query))
         for number, record in enumerate(itertools.islice(table, limit - len(rows)), start=1):
+            where = f"{file} row {number}"
             if ending == "txt" and not record["positive"].strip():
                 continue  # an empty line
-            where = f"{part} row {number}"
-            try:
-                row = parse_row(record, ending)
-            except ValueError as error:
-                raise InputError(f"{where}: {error}") from None
             if ending == "csv" and "\n" in "".join(map(str, record.values())):
                 breaks.append(where)
             if record["positive"] == []:
                 unanswered.append(where)
-            rows.append(row)
-
+            rows.append(parse_row(record, where, ending))
     if not rows:
         raise InputError(f"{name} has no rows")
     logging.info(f"{name}: {len(rows):,} of {total:,} rows are read")
+    if unread:
+        logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
     warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
     warn(unanswered, "rows have no answer")
     return rows
 
 
-def load_tables(name, files, limit, needs_query, cache_dir):
-    """[(name, ending, datasets.Dataset, its columns with our names)] of files, or of a data set of
-    the hub: one for all files, or one for each, if their columns or endings differ."""
+def load_table(name, cache_dir, expected):
+    """A file, or a data set of the hub, as a datasets.Dataset."""
     import datasets
 
-    endings = [Path(file.lower().removesuffix(".gz")).suffix[1:] for file in files or [name]]
-    if bool(files) != (set(endings) <= FORMATS.keys()):
-        expected = f"expected a file, with an ending of {' '.join(FORMATS)}, each also with .gz"
-        raise InputError(f"{name}: {expected}")
-    ending = endings[0]
-    options = {"split": "train", **OPTIONS.get(ending, {})}
-    if files:
+    ending = ending_of(name)
+    if os.path.isfile(name) != (ending in FORMATS):
+        text = f"expected a file, with an ending of {' '.join(FORMATS)}, each also with .gz"
+        raise InputError(f"{name} cannot be read: {text}")
+    source = ("microsoft/ms_marco:v1.1" if name == "ms_marco" else name).split(":")
+    options = {}
+    if ending in FORMATS:
         source = [FORMATS[ending]]
-        options.update(data_files=files, cache_dir=str(cache_dir))
-    else:
-        source = ("microsoft/ms_marco:v1.1" if name == "ms_marco" else name).split(":")
+        options = {"data_files": name, "cache_dir": str(cache_dir), **OPTIONS.get(ending, {})}
     try:
-        if len(set(endings)) > 1:
-            raise datasets.exceptions.DatasetGenerationCastError
-        table = datasets.load_dataset(*source, **options)
+        return datasets.load_dataset(*source, split="train", **options)
     except Exception as error:  # of a dozen kinds; the cause has the row
-        if len(files) > 1:
-            tables = [load_tables(file, [file], limit, needs_query, cache_dir) for file in files]
-            return list(itertools.chain(*tables))
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
         rows = " (rows count from 0)" if " row " in reason else ""
-        hint = "without a download: pydocs, FILE.jsonl"
-        raise InputError(f"{name} cannot be read: {reason}{rows}; {EXPECTED}; {hint}") from None
+        raise InputError(f"{name} cannot be read: {reason}{rows}; {expected}") from None
 
-    if name == "ms_marco":
-        return [(name, ending, [from_ms_marco(record) for record in table])]
-    for old, new in ALIASES.items():
-        if old in table.column_names and new not in table.column_names:
-            table = table.rename_column(old, new)
-    check_columns(name, table, limit, needs_query)
-    return [(name, ending, table)]
+
+def ending_of(name):
+    return Path(name.lower().removesuffix(".gz")).suffix[1:]
 
 
 def from_ms_marco(record):
@@ -1010,7 +1006,7 @@ def from_ms_marco(record):
 
 
 def check_columns(name, table, limit, needs_query):
-    """Refuse what would be read wrong, and say what is not read."""
+    """Refuse what would be read wrong. Returns the columns that are not read, as keys."""
     columns = table.column_names
     has_all = "positive" in columns and ("query" in columns or not needs_query)
     # pandas makes __index_level_0__ where a row has more than the first line
@@ -1024,12 +1020,11 @@ def check_columns(name, table, limit, needs_query):
         if "query" in columns and (has_zeros or column in ("label", "labels")):
             text = f"{name}: does the column {column} grade the pairs?"
             raise InputError(f"{text} Put wrong answers into the column negative, and leave it out")
-    if unread:
-        logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
+    return dict.fromkeys(unread)
 
 
-def parse_row(record, ending):
-    """A record as a Row. A ValueError says what was found and what was expected."""
+def parse_row(record, where, ending):
+    """A record as a Row."""
     texts = {"query": [], "positive": [], "negative": []}
     for column, value in record.items():
         name = "negative" if NEGATIVES.fullmatch(column) else column
@@ -1038,14 +1033,14 @@ def parse_row(record, ending):
         for text in value if isinstance(value, list) else [value or ""]:
             is_text = isinstance(text, str)
             if not is_text or (ending in OPTIONS and re.fullmatch(r"(?s)\[.*\]", text)):
-                found = repr(str(value)[:60])
-                raise ValueError(f"{column} is {found}, expected a text, or a list in .jsonl")
+                found = f"{column} is {str(value)[:60]!r}"
+                raise InputError(f"{where}: {found}, expected a text, or a list in .jsonl")
             texts[name].append(text.strip())
 
     if not all(texts["positive"]):
-        raise ValueError("positive is missing or empty")
+        raise InputError(f"{where}: positive is missing or empty")
     if "query" in record and (len(texts["query"]) != 1 or not all(texts["query"])):
-        raise ValueError("query is missing or empty, or more than one")
+        raise InputError(f"{where}: query is missing or empty, or more than one")
     query = "".join(texts["query"])
     documents = [(text, 1) for text in texts["positive"]]
     documents += [(text, 0) for text in texts["negative"] if text]
@@ -1092,8 +1087,7 @@ def read_beir(name, splits):
         raise InputError(f"{path}: no judgements of its texts")
     logging.info(f"{path}: {len(grades):,} judged queries, {len(texts['corpus']):,} texts")
     rows = [Row(query, list(own.items()), query) for query, own in grades.items()]
-    judged = {"", *itertools.chain(*grades.values())}
-    others = without(judged, texts["corpus"].values())
+    others = without({"", *documents_of(rows)}, texts["corpus"].values())
     return rows + [Row("", [(text, 1)], text) for text in others]
 
 
@@ -1126,11 +1120,8 @@ def without(held, texts):
 
 
 def documents_of(rows):
-    """The documents of rows, each once, in their order, as the keys of a dictionary."""
-    documents = {}
-    for row in rows:
-        documents.update(row.documents)
-    return documents
+    """{document: grade} of rows, in their order."""
+    return dict(itertools.chain(*[row.documents for row in rows]))
 
 
 def grades_of(rows):
@@ -1149,27 +1140,21 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     --eval_data and --test_data. Returns [(role, text)], and arrays of a Corpus. (Dictionaries stand
     for sets that keep their order.)"""
     right, wrong = grades_of(rows1 + rows2)
-    collections = {}  # {name: ({query: {document that answers it: grade}}, documents)}
-    held = {""}  # no query
-    for name, rows in {"held_out": eval_rows, "test": test_rows}.items():
-        grades, _ = grades_of(rows)
-        grades.pop("", None)
-        collections[name] = (grades, documents_of(rows))
-        held.update(grades)  # not the documents: they are there for all
+    held = {"", *grades_of(eval_rows + test_rows)[0]}  # not their documents: they are for all
 
     # held out are queries, with all documents that answer them in any row; else single texts
     groups = set()
-    eval_grades = {}
+    queries = {}
     others = {}  # to rank, too: what is wrong for these queries, then documents at large
     if not args.eval_data:
         source = [row for row in rows2 or rows1 if row.query in right]
         groups = choose_held_out(args, source)
-        source = [row for row in source if row.group in groups]
-        eval_grades = {row.query: right[row.query] for row in source if row.query}
-        eval_answers = dict.fromkeys(itertools.chain(*eval_grades.values()))
-        eval_answers = eval_answers or documents_of(source)
-        held.update(eval_grades, eval_answers)
-    for query in eval_grades:
+        eval_rows = [row for row in source if row.group in groups]
+        queries = dict.fromkeys(row.query for row in eval_rows if row.query)
+        if queries:
+            eval_rows = [Row(query, list(right[query].items()), query) for query in queries]
+        held.update(queries, documents_of(eval_rows))
+    for query in queries:
         others.update(wrong[query])
 
     # they are not trained on where they stand in other rows, either
@@ -1184,7 +1169,7 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     left_out = []
     for query in dict.fromkeys(row.query for row in rows2):
         own = without(held, right[query]) if query not in held else {}
-        if query not in eval_grades:
+        if query not in queries:
             left_out += [(query, text) for text in right[query] if text not in own]
         if own:
             both += [(query, text) for text in wrong[query] if text in right[query]]
@@ -1199,26 +1184,18 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     warn(left_out, "pairs are left out, since a text of theirs is held out")
 
     rows1 = [row for row in rows1 if row.group not in groups]
-    queries = [row.query for row in rows1]
-    phase1 = [number("query", text) for text in without(held, queries)]
+    queries1 = [row.query for row in rows1]
+    phase1 = [number("query", text) for text in without(held, queries1)]
     phase1 += [number("document", text) for text in without(held, documents_of(rows1))]
+    arrays = {"phase1": phase1, "pairs": np.reshape(pairs, (-1, 4)), "negatives": negatives}
 
     if not args.eval_data:
         others = list(without(held, others))[: args.eval_distractors]
-        collections["held_out"] = (eval_grades, {**eval_answers, **dict.fromkeys(others)})
-
-    grades, documents = collections["held_out"]
-    counts = {"held-out documents": len(documents)}
-    if not args.skip_phase1:
-        counts["texts for phase 1"] = len(phase1)
-    if not args.skip_phase2:
-        counts.update({"pairs for phase 2": len(pairs), "held-out queries": len(grades)})
-    if 0 in counts.values():
-        found = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise InputError(f"{found}; none may be 0: give more data, or another --eval_fraction")
-
-    arrays = {"phase1": phase1, "pairs": np.reshape(pairs, (-1, 4)), "negatives": negatives}
-    for name, (grades, documents) in collections.items():
+        eval_rows.append(Row("", [(text, 0) for text in others], ""))
+    for name, rows in {"held_out": eval_rows, "test": test_rows}.items():
+        grades, _ = grades_of(rows)
+        grades.pop("", None)
+        documents = documents_of(rows)
         positions = {text: i for i, text in enumerate(documents, start=len(grades))}
         answers = []
         for i, own in enumerate(grades.values()):
@@ -1226,6 +1203,13 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
         arrays[f"{name}_queries"] = [number("query", text) for text in grades]
         arrays[f"{name}_documents"] = [number("document", text) for text in documents]
         arrays[f"{name}_answers"] = np.reshape(answers, (-1, 3))
+
+    needed = ["held_out_documents"]
+    needed += [] if args.skip_phase1 else ["phase1"]
+    needed += [] if args.skip_phase2 else ["pairs", "held_out_queries"]
+    counts = {name: len(arrays[name]) for name in needed}
+    if 0 in counts.values():
+        raise InputError(f"{counts}; none may be 0: give more data, or another --eval_fraction")
     return list(ids), {name: np.array(values, np.int64) for name, values in arrays.items()}
 
 
@@ -1235,12 +1219,9 @@ def prepare(args):
         eval_fraction eval_samples eval_distractors eval_data test_data teacher_model student_model
         student_max_length student_query_prompt student_document_prompt seed""".split()
     key = [READER, [getattr(args, name) for name in names]]
-    sources = [*args.phase1_data, *args.phase2_data, args.student_model]
-    if is_file(args.teacher_model):
-        sources.append(args.teacher_model)
-    for name in filter(None, (args.eval_data, args.test_data)):
-        sources.append(Path(name).parent.parent if Path(name).is_file() else name)
-    key += [files_of(str(source)) for source in sources]
+    sources = [*args.phase1_data, *args.phase2_data, args.teacher_model, args.student_model]
+    sources += filter(None, (args.eval_data, args.test_data))
+    key += [files_of(source) for source in sources]
 
     def write(folder):
         rows1, rows2 = read_sources(args, folder.parent / "tables")
@@ -1289,8 +1270,9 @@ def tokenize(student, texts):
 def load_corpus(folder, device):
     fields = json.loads((folder / "meta.json").read_text())
     fields["groups"] = 8 if device.type == "cpu" else 1
-    arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}  # faster without memmap
+    arrays = {}
+    for path in folder.glob("*.npy"):
+        arrays[path.stem] = np.asarray(np.load(path, mmap_mode="r"))  # faster without memmap
     for kind in ("held_out", "test"):
         fields[kind] = Collection(*[arrays.pop(f"{kind}_{name}") for name in Collection._fields])
     corpus = Corpus(**fields, **arrays)
@@ -1441,23 +1423,15 @@ def unit_vectors(vectors, texts):
 def read_vectors(path, texts, cache_dir):
     """A teacher's unit vectors (n, D) of texts [(role, text)], from a file with the columns vector,
     and query or text. Raises InputError. (rank 0)"""
-    import datasets
-
-    options = {"data_files": path, "split": "train", "cache_dir": str(cache_dir)}
-    try:
-        table = datasets.load_dataset(FORMATS[Path(path).suffix[1:]], **options)
-    except Exception as error:  # of a dozen kinds
-        reason = " ".join(str(error.__cause__ or error).split())[:300] or "it has no rows"
-        raise InputError(f"--teacher_model {path} cannot be read: {reason}") from None
-    table = table.with_format("numpy")
+    expected = "expected the columns vector, and query or text"
+    table = load_table(path, cache_dir, expected).with_format("numpy")
     rows = {}
     for role, column in {"query": "query", "document": "text"}.items():
         if column in table.column_names:
             for row, text in enumerate(table[column]):
                 rows.setdefault((role, str(text or "").strip()), row)
     if not rows or "vector" not in table.column_names:
-        found = ", ".join(table.column_names)
-        raise InputError(f"{path} has {found}; expected the columns vector, and query or text")
+        raise InputError(f"{path} has {', '.join(table.column_names)}; {expected}")
     dimensions = np.size(table[0]["vector"])
     vectors = np.empty((len(texts), dimensions), np.float32)
     for i, (role, text) in enumerate(texts):
@@ -1489,8 +1463,6 @@ def lsa_vectors(texts, fitted):
 def make_bert(folder, args, texts, layers=1, width=128):
     """The builtin student: a small BERT with random weights, and a tokenizer that is trained on the
     training texts. (rank 0)"""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -1510,9 +1482,7 @@ def make_bert(folder, args, texts, layers=1, width=128):
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = BertConfig(**sizes, num_attention_heads=max(1, width // 32), **dropout)
     torch.manual_seed(args.seed)
-    BertModel(config).save_pretrained(folder)
-    modules = [Transformer(str(folder), max_seq_length=length), Pooling(width)]
-    SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
+    BertModel(config).save_pretrained(folder)  # SentenceTransformer adds the mean of its vectors
 
 
 # ==================================================================================================

@@ -349,6 +349,7 @@ def write_beir(folder):
 def test_a_collection_in_the_layout_of_beir(options, tmp_path):
     """Trained on one split, chosen by another, tested by the third; nDCG by scikit-learn's."""
     write_beir(tmp_path / "beir")
+    assert len(script.files_of(f"{tmp_path}/beir/qrels/dev.tsv")) == 5  # its texts, too
     words = [f"--phase{i}_data={tmp_path}/beir" for i in (1, 2)]
     words += [f"--{name}_data={tmp_path}/beir" for name in ("eval", "test")]
     words += [f"--cache_dir={tmp_path}/cache", f"--artifacts_dir={tmp_path}/models"]
