@@ -938,7 +938,8 @@ def read_rows(name, limit, needs_query, cache_dir):
     files = [file for file in sizes if sizes[file] > 0] or list(sizes) or [name]
     warn([file for file in sizes if file not in files], "files are empty")
     rows = []
-    total = 0
+    num_read = 0  # files
+    total = 0  # their rows
     unread = {}
     breaks = []
     unanswered = []
@@ -961,9 +962,13 @@ def read_rows(name, limit, needs_query, cache_dir):
             if record["positive"] == []:
                 unanswered.append(where)
             rows.append(parse_row(record, where, ending))
+        num_read += 1
+        if len(rows) == limit:
+            break
     if not rows:
         raise InputError(f"{name} has no rows")
-    logging.info(f"{name}: {len(rows):,} of {total:,} rows are read")
+    text = f"{len(rows):,} of {total:,} rows are read, of {num_read:,} of {len(files):,} files"
+    logging.info(f"{name}: {text}")
     if unread:
         logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
     warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
@@ -975,6 +980,7 @@ def load_table(name, cache_dir, expected):
     """A file, or a data set of the hub, as a datasets.Dataset."""
     import datasets
 
+    datasets.disable_progress_bars()
     ending = ending_of(name)
     if os.path.isfile(name) != (ending in FORMATS):
         text = f"expected a file, with an ending of {' '.join(FORMATS)}, each also with .gz"
