@@ -863,7 +863,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading: the user's files and models, once. Training needs only Corpus and Vectors
 
-READER = 6  # raise it when you change what is read or kept: else an old cache is used
+READER = 7  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
 FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
@@ -1460,7 +1460,9 @@ def lsa_vectors(texts, fitted):
 
     logging.info("making builtin:lsa from the training texts")
     words = r"[^\W\d_]+|\d+"  # array_split and arraySplit2 fall apart
-    tfidf = TfidfVectorizer(token_pattern=words, max_features=12_000, dtype=np.float32).fit(fitted)
+    # sublinear_tf: as scikit-learn advises for this, words count by the logarithm of how many
+    options = {"max_features": 12_000, "sublinear_tf": True, "dtype": np.float32}
+    tfidf = TfidfVectorizer(token_pattern=words, **options).fit(fitted)
     matrix = tfidf.transform(fitted)  # (texts, words)
     svd = TruncatedSVD(min(384, *matrix.shape), n_iter=3, random_state=0).fit(matrix)
     return unit_vectors(svd.transform(tfidf.transform([text for _, text in texts])), texts)
