@@ -41,8 +41,8 @@ def tiny_train_ddp(folder, less=0):
     return f"""--phase1_data={folder}/pairs.jsonl --phase2_data={folder}/pairs.jsonl
         --cache_dir={folder}/cache --teacher_model=builtin:lsa
         --student_model=builtin:bert --student_max_length=24 --projection_hidden=32
-        --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=3 --phase1_lr=3e-3
-        --phase2_lr=1e-3 --num_negatives=2""".split()
+        --eval_fraction=0.2 --batch_size=6 --phase1_epochs=1 --phase2_epochs=3 --phase1_lr=3e-4
+        --phase2_lr=1e-3 --num_negatives=2 --temperature=0.1""".split()
 
 
 def tiny_run_train_uniref50_ddp(folder, less=0):

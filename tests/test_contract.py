@@ -77,8 +77,6 @@ def test_number_of_processes_changes_nothing(task):
         for name in {"val/ndcg@10", "val/mrr@10", "val/asym_ndcg@10"} & theirs.keys():
             # of two documents with nearly the same score the last bit ranks one first
             assert ours.pop(name) == pytest.approx(theirs.pop(name), abs=0.5 / 31 + 1e-4)
-        if task.name == "train_ddp" and "grad_norm" in theirs:  # at a temperature of 0.02
-            assert ours.pop("grad_norm") == pytest.approx(theirs.pop("grad_norm"), rel=3e-4)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
         for name in {"loss", "val/loss"} & theirs.keys():
             if theirs["step"] <= 30:

@@ -34,7 +34,7 @@ def test_a_network_is_measured(trained):
     words = [trained / "out/best.pt", "--radii", "0.1", "0.5", "6", "--attack_steps=10"]
     words += [f"--out={out}", "--ood_images=100", "--device=cpu", "--outside", "noise", "blobs"]
     text = call_script("tools/evaluate_rebm", *words)
-    assert "figures.json: of 100 noise, 100 blobs, 90 test images" in text
+    assert "figures.json: of 100 noise, 100 blobs, 60 test images" in text
     found = json.loads(out.read_text())
     order = [found[name] for name in ("clean", "robust@0.1", "robust@0.5", "robust@6")]
     assert order == sorted(order, reverse=True)
@@ -42,7 +42,7 @@ def test_a_network_is_measured(trained):
     for kind in script.SYNTHETIC:
         assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
     share = found["clean"]
-    expected = math.sqrt(share * (1 - share) / 89)
+    expected = math.sqrt(share * (1 - share) / 59)
     assert found["standard_errors"]["clean"] == pytest.approx(expected)
     assert found["options"]["attack_steps"] == 10
     call_script("tools/evaluate_rebm", *words, status=2)  # it does not write over a file
@@ -121,10 +121,10 @@ def test_weights_alone(trained, tmp_path):
         out = tmp_path / f"{len(more)}.json"
         call_script("tools/evaluate_rebm", tmp_path / path, *common, *more, f"--out={out}")
         found.append(json.loads(out.read_text()))
-        found[-1].pop("options")
+        del found[-1]["options"], found[-1]["adv_auroc noise"]  # its radius is of the training
     assert found[0] == found[1]
     said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", *common, status=2)
-    assert "a.pth: expected best.pt, .*; or weights, --model_type and --data" in said
+    assert re.search("a.pth: expected best.pt, .*; or weights, --model_type and --data", said)
     said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", "--norm=L2", status=2)
     assert "--norm L2: give --radii in this norm" in said
     words = [*common, "--model_type=WideResNet28x2", f"--out={tmp_path}/b.json"]

@@ -88,8 +88,8 @@ def parse_args():
     add("--score", default="energy", choices=["energy", "softmax"], help="of what is real")
     args = parser.parse_args()
     args.out = args.out or args.checkpoint.with_name("evaluation.json")
-    if args.out.exists() or not os.access(args.out.parent, os.W_OK):
-        raise InputError(f"{args.out} exists, or its folder cannot be written: give another --out")
+    if args.out.exists():
+        raise InputError(f"{args.out} exists: give another --out")
     if args.norm and not args.radii:
         raise InputError(f"--norm {args.norm}: give --radii in this norm")
     return args
@@ -235,6 +235,8 @@ def main():
         for name in args.outside:
             args.outdist_data = name
             _, sources[name] = load_images(args, state)
+        if not os.access(args.out.parent, os.W_OK):
+            raise InputError(f"{args.out.parent} cannot be written to: give another --out")
         found, values, counts = measure(model, state["args"], indist, sources, device, args)
         labels = indist.labels[indist.some(TEST, args.images)]
         found["commonest class"] = np.bincount(labels).max() / len(labels)
