@@ -743,6 +743,8 @@ def main(args):
     # stage_step: steps of this stage; aucs: of the last steps with this T; best: of each stage
     new_loop = {"step": 0, "stage": "", "stage_step": 0, "T": 0, "aucs": [], "best": {}}
     loop = state["loop"] if state else new_loop
+    if loop.keys() != new_loop.keys():
+        raise InputError(f"{args.output_dir} has a run of an earlier version: {HINT}")
     if loop["stage"] == "dat" and args.total_epochs == 0:
         raise InputError("--total_epochs 0: stage 2 has begun, give as many or more")
     torch.backends.cudnn.benchmark = not args.deterministic  # it pays: shapes stay the same

@@ -13,7 +13,7 @@ change cores with each seed. The saved networks are then judged by one program.
 train_ddp   Texts and queries of data/pydocs.jsonl.gz; a fifth of the queries are set aside, with
             their documents, half of these for the evaluations of train_ddp.py. The student is
             builtin:bert, the teacher builtin:lsa, as many steps in phase 1 as in phase 2.
-    ours    train_ddp.py with the rates of its quickstart
+    ours    train_ddp.py; rates of both sides were chosen by --part dev
     it      SentenceTransformerTrainer: its template of distillation (EmbedDistillLoss, cosine),
             then MultipleNegativesRankingLoss (its cached form is the same loss, with one more pass
             forward). Texts of similar length share a step, the C library keeps freed memory, and
