@@ -938,23 +938,21 @@ def read_rows(name, limit, needs_query, cache_dir):
     files = [file for file in sizes if sizes[file] > 0] or list(sizes) or [name]
     warn([file for file in sizes if file not in files], "files are empty")
     rows = []
-    num_read = 0  # files
-    total = 0  # their rows
+    total = 0
     unread = {}
     breaks = []
     unanswered = []
-    for file in files:
-        ending = ending_of(file)
-        table = load_table(file, cache_dir, EXPECTED)
+    for part, table in load_parts(name, files, cache_dir):
+        ending = ending_of(files[0] if part == name else part)
         total += len(table)
         if name == "ms_marco":
             table = table.map(from_ms_marco, remove_columns=table.column_names)
         for old, new in ALIASES.items():
             if old in table.column_names and new not in table.column_names:
                 table = table.rename_column(old, new)
-        unread.update(check_columns(file, table, limit, needs_query))
+        unread.update(check_columns(part, table, limit, needs_query))
         for number, record in enumerate(itertools.islice(table, limit - len(rows)), start=1):
-            where = f"{file} row {number}"
+            where = f"{part} row {number}"
             if ending == "txt" and not record["positive"].strip():
                 continue  # an empty line
             if ending == "csv" and "\n" in "".join(map(str, record.values())):
@@ -962,13 +960,9 @@ def read_rows(name, limit, needs_query, cache_dir):
             if record["positive"] == []:
                 unanswered.append(where)
             rows.append(parse_row(record, where, ending))
-        num_read += 1
-        if len(rows) == limit:
-            break
     if not rows:
         raise InputError(f"{name} has no rows")
-    text = f"{len(rows):,} of {total:,} rows are read, of {num_read:,} of {len(files):,} files"
-    logging.info(f"{name}: {text}")
+    logging.info(f"{name}: {len(rows):,} of {total:,} rows are read")
     if unread:
         logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
     warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
@@ -976,11 +970,23 @@ def read_rows(name, limit, needs_query, cache_dir):
     return rows
 
 
-def load_table(name, cache_dir, expected):
-    """A file, or a data set of the hub, as a datasets.Dataset."""
+def load_parts(name, files, cache_dir):
+    """[(name, datasets.Dataset)]: one of all files, or one of each, if their columns differ."""
+    try:
+        if len(set(map(ending_of, files))) == 1:
+            return [(name, load_table(files, cache_dir, EXPECTED))]
+    except InputError:
+        if len(files) == 1:
+            raise
+    return [(file, load_table([file], cache_dir, EXPECTED)) for file in files]
+
+
+def load_table(files, cache_dir, expected):
+    """Files of one kind, or a data set of the hub, as a datasets.Dataset."""
     import datasets
 
     datasets.disable_progress_bars()
+    name = files[0]
     ending = ending_of(name)
     if os.path.isfile(name) != (ending in FORMATS):
         text = f"expected a file, with an ending of {' '.join(FORMATS)}, each also with .gz"
@@ -989,7 +995,7 @@ def load_table(name, cache_dir, expected):
     options = {}
     if ending in FORMATS:
         source = [FORMATS[ending]]
-        options = {"data_files": name, "cache_dir": str(cache_dir), **OPTIONS.get(ending, {})}
+        options = {"data_files": files, "cache_dir": str(cache_dir), **OPTIONS.get(ending, {})}
     try:
         return datasets.load_dataset(*source, split="train", **options)
     except Exception as error:  # of a dozen kinds; the cause has the row
@@ -1430,7 +1436,7 @@ def read_vectors(path, texts, cache_dir):
     """A teacher's unit vectors (n, D) of texts [(role, text)], from a file with the columns vector,
     and query or text. Raises InputError. (rank 0)"""
     expected = "expected the columns vector, and query or text"
-    table = load_table(path, cache_dir, expected).with_format("numpy")
+    table = load_table([path], cache_dir, expected).with_format("numpy")
     rows = {}
     for role, column in {"query": "query", "document": "text"}.items():
         if column in table.column_names:
