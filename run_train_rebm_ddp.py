@@ -806,7 +806,8 @@ def find_images(name, shape):
         files = sorted(cifar[0].iterdir())
     else:
         rows = list(find_in_folder(path))
-        files = [file for file, _, _ in rows]
+        lists = list(path.glob("*/val_annotations.txt"))
+        files = [*lists, *[file for file, _, _ in rows]]
     stats = [file.stat() for file in files]
     return rows, [[*map(str, files)], [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
 

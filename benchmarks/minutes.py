@@ -4,7 +4,7 @@
     python benchmarks/minutes.py
     python benchmarks/minutes.py --minutes 0.5 --seeds 1
 
-The same data, network, batch and passes. Minutes are of wall-clock, from the start of the program
+The same data, network and batch. Minutes are of wall-clock, from the start of the program
 to its end: imports, reading, the teacher, evaluations and saving included. Two short runs of a
 side tell how many steps fit into the minutes, so that its learning rate has come down to 0 when
 they are over. Both sides run at the same time, each with one thread on a core of its own, and

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT, parse_arguments
+from PIL import Image
 from runs import COMMON, TINY, differences
 from sklearn.metrics import roc_auc_score
 
@@ -211,6 +212,16 @@ def test_the_average_of_the_weights():
         found = ema_model.bn1.running_var - 1
         torch.testing.assert_close(found, torch.full_like(found, share))
     assert ema_model.bn1.num_batches_tracked == 0
+
+
+def test_samples_of_few_images(small, tmp_path):
+    """Ten in each column, even where there are fewer OOD images than columns."""
+    args, indist, outdist = read_digits(small)
+    outdist.split[outdist.part(script.VALID)[3:]] = script.UNUSED
+    network = small_network()
+    script.draw_samples(tmp_path / "a.png", network, indist, outdist, args, CPU)
+    columns = min(10, len(indist.classes))
+    assert Image.open(tmp_path / "a.png").size == (8 * columns, 80)
 
 
 def test_the_best_weights():

@@ -185,6 +185,16 @@ def test_the_cache(tmp_path):
     assert read(moved).hash != first
 
 
+def test_classes_of_tiny_imagenet_may_change(tmp_path):
+    """In its list: then the images are read anew."""
+    root = photos(tmp_path / "photos", ["train"])
+    tiny_imagenet(root)
+    first = read(root).hash
+    path = root / "val/val_annotations.txt"
+    path.write_text(path.read_text().replace("cat0.png\tcat", "cat0.png\tdog"))
+    assert read(root).hash != first
+
+
 def test_full_disk(tmp_path):
     """While the cache is written: it says so, and nothing half-made stays."""
     root = photos(tmp_path / "photos")
