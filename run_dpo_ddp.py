@@ -622,7 +622,9 @@ def main(args):
     if args.loss_type == "ipo" and data.margin.any():
         raise InputError("pairs with a margin: expected --loss_type sigmoid")
     data.split()
-    logging.info(f"{len(data.train_ids):,} training, {len(data.valid_ids):,} validation pairs")
+    parts = {"training": data.train_ids, "validation": data.valid_ids}
+    for part, ids in parts.items():  # pairs of one structure, cluster or sequence are a group
+        logging.info(f"{len(ids):,} {part} pairs, of {len(np.unique(data.group[ids])):,} groups")
 
     begin_run(args, state, data.hash)
     log = RunLog(args, state)
@@ -755,7 +757,7 @@ def read_rows(path):
                 if line.strip():
                     rows.append((where, json.loads(line)))
     except (OSError, ValueError) as error:
-        expected = "expected a JSON array, or an object per line, in UTF-8"
+        expected = "expected JSON, an array or an object per line; make_dpo_pairs.py reads CSV"
         raise InputError(f"{where}: {error}; {expected}") from None
 
     for where, fields in rows:
@@ -869,6 +871,9 @@ def write_pairs(rows, args, k, folder):
         except (AttributeError, TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
+        if len(np.unique(backbone[2])) < len(chains):
+            text = "pairs do not see all chains of their file (fixed_chains names context)"
+            notes[text].append(where)
         if opposite:
             notes["pairs say the opposite of another one"].append(f"{where} and {opposite}")
         if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6

@@ -691,6 +691,7 @@ def read_table(path, name):
     """Of a column of COLUMNS; a .pt file has a list of dicts with such a key, or of texts."""
     import pandas
 
+    names = []
     if name.endswith(".pt"):
         entries = torch.load(path, weights_only=True)
     elif name.endswith(".csv"):
@@ -703,6 +704,7 @@ def read_table(path, name):
         columns = [column for column in COLUMNS if column in entries]
         if not columns:
             raise InputError(f"{path}: expected a column {COLUMNS}; found {[*entries]}")
+        names = next((entries[column] for column in ("name", "id") if column in entries), [])
         entries = entries[columns[0]].tolist()
     elif isinstance(entries, dict):
         entries = entries.get("sequences", entries.get("data"))
@@ -711,7 +713,8 @@ def read_table(path, name):
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
             entry = next((entry[column] for column in COLUMNS if column in entry), "")
-        yield f"entry {number}", "".join(entry.split()) if isinstance(entry, str) else ""
+        place = f"entry {number} >{names[number]}" if len(names) > 0 else f"entry {number}"
+        yield place, "".join(entry.split()) if isinstance(entry, str) else ""
 
 
 def encode(sequence):
@@ -786,7 +789,7 @@ def write_tokens(folder, args):
     train, valid, test = [parts.count(part) for part in (TRAIN, VALID, TEST)]
     if train == 0 or valid < 2 or (args.test_file and test < 2):
         text = f"{train} proteins to train on, {valid} held out, {test} to test"
-        raise InputError(f"{args.datafile}: {text}; expected more, or a larger --val_ratio")
+        raise InputError(f"{args.datafile}: {text}; expected more, and none in two files")
     arrays = {"offsets": offsets, "parts": parts, "residue_counts": residue_counts}
     np.savez(folder / "arrays.npz", **arrays, hash=digest.hexdigest())
 
@@ -798,7 +801,7 @@ def prepare(args):
         path = getattr(args, option)
         if path is not None and not Path(path).is_file():
             url = "ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
-            raise InputError(f"--{option} {path}: there is no such file. UniRef50: {url}")
+            raise InputError(f"--{option} {path}: no such file. UniRef50: {url}")
         stat = path and Path(path).stat()
         key.append(path and [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
     return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))

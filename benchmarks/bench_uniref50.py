@@ -94,7 +94,7 @@ def make_rows(lengths, device):
     return tokens.masked_fill(hide, MASK), tokens.masked_fill(~hide, -100)
 
 
-def make_model(width, blocks, heads):
+def make_model(width, blocks, heads, dropout=0.1, **options):
     from transformers import EsmConfig, EsmForMaskedLM
 
     config = EsmConfig(
@@ -103,13 +103,14 @@ def make_model(width, blocks, heads):
         num_hidden_layers=blocks,
         num_attention_heads=heads,
         intermediate_size=4 * width,
-        hidden_dropout_prob=0.1,
+        hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=0.0,
         position_embedding_type="rotary",
         token_dropout=False,
         pad_token_id=PAD,
         mask_token_id=MASK,
         attn_implementation="sdpa",
+        **options,
     )
     model = EsmForMaskedLM(config).train()
     for name, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
 """Draw sequences for structures with a network of run_dpo_ddp.py, beside the one it came from.
 
-    python tools/design_dpo.py outputs/dpo_ddp/best_model.pt complex.cif --design_chains B
+    python tools/design_dpo.py outputs/dpo_ddp/best_model.pt monomer.cif
     python tools/design_dpo.py best_model.pt complex.pdb --design_chains B --fixed_chains A \\
         --mutable_ranges B6-B17 --num_samples 20 --temperature 0.2
     python tools/design_dpo.py v_48_020.pt *.pdb --num_samples 48 --omit C --out designs
@@ -89,8 +89,10 @@ def read_residues(text, labels, count):
         return words
     if len(words) == count and all(word.isdecimal() for word in words):
         return [int(word) for word in words]
-    expected = f"of the design chains, such as {labels[0]}, or from 0 on; a range as A6-A17"
-    raise ValueError(f"position {text}; expected one {expected}")
+    expected = f"one of the design chains, such as {labels[0]}, or from 0 on"
+    if count == 2:
+        expected = f"a range of the design chains, such as {labels[0]}-{labels[1]}"
+    raise ValueError(f"position {text}; expected {expected}")
 
 
 class Target(Backbone):
@@ -104,6 +106,9 @@ class Target(Backbone):
         places = [read_residues(text, labels, 1)[0] for text in args.mutable_positions]
         ranges = [read_residues(text, labels, 2) for text in args.mutable_ranges]
         fields.update(mutable_positions=places, mutable_ranges=ranges)
+        unseen = [name for name in chains if name not in (*names, *args.fixed_chains)]
+        if unseen:
+            print(f"{path}: not seen: {', '.join(unseen)}; --fixed_chains names what is context")
         self.path = path
         self.fields = {name: value for name, value in fields.items() if value}
         super().__init__({"pdb_file": path, **self.fields})
@@ -119,7 +124,7 @@ class Target(Backbone):
         is_same = all(designed) and all(own == designed[0] for own in designed)
         if not is_same or len(set(tied)) < len(tied):
             lengths = ", ".join(f"{name} of {len(chain)}" for name, chain in chains.items())
-            expected = f"design chains ({lengths} residues) with the same residues to design"
+            expected = f"equally long design chains ({lengths}) with the same residues to design"
             raise ValueError(f"--tied {' '.join(tied)}; expected {expected}")
 
         same = np.stack([chains[name] for name in tied or names[:1]], axis=1)[designed[0]]

@@ -131,16 +131,20 @@ def score_variants(args, network, proteins):
         table.insert(table.shape[1], "score", 0.0)
         mutants = table["mutant"].str.split(":")
     except (KeyError, ValueError) as error:  # a column is missing, or score is one; pandas' own
-        raise InputError(f"{args.variants}: expected CSV with mutant and name: {error}") from error
+        raise InputError(
+            f"{args.variants}: expected CSV with columns mutant, name: {error}"
+        ) from error
 
     changes = {}  # {name: {position: [(row of the table, substitution)]}}
     for row, (name, mutant) in enumerate(zip(names, mutants, strict=True)):
         letters = enumerate(letters_of(proteins.get(name, ())), 1)
         unchanged = {f"{letter}{position}": position for position, letter in letters}
         for text in mutant:
+            if text in ("", "WT"):  # nothing changes
+                continue
             if text[:-1] not in unchanged or text[-1] not in RESIDUES:
-                here = next((known for known in unchanged if known[1:] == text[1:-1]), "nothing")
-                problem = f"expected such as A42G, once; {name!r} has {here} to change there"
+                here = next((known for known in unchanged if known[1:] == text[1:-1]), "none")
+                problem = f"expected such as A42G, once; of {len(unchanged)} in {name!r} {here}"
                 raise InputError(f"{args.variants}: line {row + 2}: {text!r}: {problem}")
             position = unchanged.pop(text[:-1])  # not to be changed twice
             changes.setdefault(name, {}).setdefault(position, []).append((row, text))
