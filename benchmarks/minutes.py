@@ -8,15 +8,17 @@
 The same data, network and batch. Minutes are of wall-clock, from the start of the program to its
 end: imports, reading, evaluations and saving included. Where the learning rate falls, two short
 runs of a side tell how many steps fit into the minutes, so that it has come down when they are
-over; where it is constant, both stop by the clock. Both sides run at the same time, each with one
-thread on a core of its own, and change cores with each seed. What they have saved is then judged by
-one program. minutes_WORK.py says what a work is, and what "it" is.
+over; where it is constant, one run is stopped by the clock, and what it saved last before each mark
+is kept. Both sides run at the same time, each with one thread on a core of its own, and change
+cores with each seed. What they have saved is then judged by one program. minutes_WORK.py says what
+a work is, and what "it" is.
 """
 
 import argparse
 import importlib
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -39,8 +41,9 @@ def command_of(work, side, out, steps, seed, seconds, settings):
     return [sides.ROOT / work.SCRIPT, *options.split()]
 
 
-def run_sides(work, folder, steps, seed, seconds, settings):
-    """Both at the same time, in folders of their own. Returns {side: (seconds, folder)}."""
+def run_sides(work, folder, steps, seed, seconds, settings, marks=()):
+    """Both at the same time, in folders of their own; at each of `marks`, in minutes, their
+    latest.pt is kept. Returns {side: (seconds, folder)}."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     began = time.monotonic()
     running = {}
@@ -52,8 +55,16 @@ def run_sides(work, folder, steps, seed, seconds, settings):
         os.sched_setaffinity(process.pid, {int(core)})
         running[side] = process, out, log
     found = {}
-    while len(found) < len(running):
+    marks = sorted(marks, reverse=True)
+    while len(found) < len(running) or marks:
         time.sleep(0.05)
+        if marks and time.monotonic() - began >= 60 * marks[-1]:
+            minutes = marks.pop()
+            for _, out, log in running.values():
+                if not (out / "latest.pt").exists():
+                    sys.exit(f"nothing is saved in {minutes:g} minutes:\n{log.read_text()[-3000:]}")
+                (out / f"{minutes:g}").mkdir()
+                shutil.copy(out / "latest.pt", out / f"{minutes:g}")
         for side, (process, out, log) in running.items():
             if side not in found and process.poll() is not None:
                 if process.returncode != 0:
@@ -76,31 +87,47 @@ def fit_steps(work, folder, settings):
     return costs
 
 
+def run_marks(work, folder, args, settings):
+    """Yields (minutes, {side: steps, or ""}, [{side: (seconds, folder)} of each seed])."""
+    if work.PROBE:
+        costs = fit_steps(work, folder, settings)
+        for minutes in args.minutes:
+            steps = {}
+            for side, (start, step) in costs.items():
+                steps[side] = max(1, round((60 * minutes - start) / step))
+            options = {"seconds": 60 * minutes, "settings": settings}
+            rounds = [run_sides(work, folder, steps, seed, **options) for seed in args.seeds]
+            yield minutes, steps, rounds
+        return
+    steps = {"ours": "", "it": ""}
+    options = {"seconds": 60 * max(args.minutes), "settings": settings, "marks": args.minutes}
+    rounds = [run_sides(work, folder, steps, seed, **options) for seed in args.seeds]
+    for minutes in args.minutes:
+        kept = []
+        for found in rounds:
+            folders = {side: out / f"{minutes:g}" for side, (_, out) in found.items()}
+            kept.append({side: (60 * minutes, own) for side, own in folders.items()})
+        yield minutes, steps, kept
+
+
 def compare(work, args):
     """The rows of a table."""
     settings = {**work.PEER, **args.peer}
     print(f"\n{work.__name__.removeprefix('minutes_')} {settings or ''}\n", flush=True)
     with sides.workplace() as folder:
         work.prepare(folder)
-        costs = fit_steps(work, folder, settings) if work.PROBE else {}
         sides.print_head("minutes", "side", "steps", "seconds", "figures of the seeds", "means")
-        for minutes in args.minutes:
-            steps = {"ours": 0, "it": 0}
-            for side, (start, step) in costs.items():
-                steps[side] = max(1, round((60 * minutes - start) / step))
-            rounds = [
-                run_sides(work, folder, steps, seed, 60 * minutes, settings) for seed in args.seeds
-            ]
+        for minutes, steps, rounds in run_marks(work, folder, args, settings):
             for side, count in steps.items():
                 judged = [work.judge(folder, found[side][1], args.part) for found in rounds]
                 seconds = ", ".join(f"{found[side][0]:.0f}" for found in rounds)
-                columns = {name: [one[name] for one in judged] for name in judged[0]}
                 figures = []
                 means = []
-                for name, values in columns.items():
+                for name in judged[0]:
+                    values = [one[name] for one in judged]
                     figures.append(f"{name} {', '.join(f'{value:.3f}' for value in values)}")
                     means.append(f"{statistics.mean(values):.3f}")
-                row = [f"{minutes:g}", side, count or "", seconds, "; ".join(figures)]
+                row = [f"{minutes:g}", side, count, seconds, "; ".join(figures)]
                 sides.print_row(*row, "; ".join(means))
 
 
