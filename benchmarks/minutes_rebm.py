@@ -110,8 +110,8 @@ def port(out, steps, seed, end):
             aucs = []
         if step % SAVE_EVERY == 0:
             loop = {"step": at_steps + step + 1, "T": attack_ood["steps"]}
-            state = {"ema_model": average.state_dict(), "args": vars(args), "loop": loop}
-            torch.save({**state, "data": data}, out / "new.tmp")
+            state = {"script": SCRIPT, "args": vars(args), "loop": loop, "data": data}
+            torch.save({**state, "ema_model": average.state_dict()}, out / "new.tmp")
             (out / "new.tmp").replace(out / "latest.pt")
         if time.time() > end:
             return
@@ -119,7 +119,9 @@ def port(out, steps, seed, end):
 
 def judge(folder, out, part):
     path = out / "evaluation.json"
-    sides.run_tool("evaluate_rebm.py", out / "latest.pt", f"--out={path}", "--radii=0.5", "--ood_images=500")
+    sides.run_tool(
+        "evaluate_rebm.py", out / "latest.pt", f"--out={path}", "--radii=0.5", "--ood_images=500"
+    )
     found = json.loads(path.read_text())
     loop = torch.load(out / "latest.pt", weights_only=True)["loop"]
     return {**{name: found[name] for name in NAMES}, "steps": loop["step"], "T": loop["T"]}
