@@ -1,4 +1,4 @@
-"""Distil a large retrieval model, the teacher, into a small one, the student, in two phases.
+"""Distill a large retrieval model, the teacher, into a small one, the student, in two phases.
 
 Phase 1 pulls the student's vectors of single texts to the teacher's. Phase 2 trains on queries with
 their documents by a contrastive loss (InfoNCE), and keeps the pull. The teacher reads each text
@@ -8,7 +8,7 @@ once, before training. Its vectors stay in --cache_dir for the next run.
     torchrun --nproc_per_node=8 train_ddp.py --trust_remote_code    # MS MARCO
 
 --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as the
-teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalised.
+teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalized.
 
 Data (--phase1_data, --phase2_data; each one or several): FILE.jsonl, .json, .csv, .tsv, .parquet,
 or .txt (a text a line, for phase 1), also .gz; 'FOLDER/*.jsonl'; pydocs (in data/); ms_marco, or
@@ -75,6 +75,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 # Arguments
 
 BATCH_SIZE = 64  # texts, or queries with documents, of a micro-batch, if --batch_size is not given
+EVAL_BATCH_SIZE = 128  # texts that a rank reads at a time in an evaluation
 
 
 def parse_args():
@@ -229,9 +230,9 @@ def make_batch(corpus, vectors, text_ids, **counts):
     groups = max(corpus.groups, min(8, len(text_ids) // 256))
     for group_ids in np.array_split(text_ids[by_length], min(groups, len(text_ids))):
         lengths = corpus.lengths[group_ids]
-        positions = np.arange(lengths.max())
-        mask = positions < lengths[:, None]
-        source = np.where(mask, corpus.offsets[group_ids][:, None] + positions, 0)
+        columns = np.arange(lengths.max())
+        mask = columns < lengths[:, None]
+        source = np.where(mask, corpus.offsets[group_ids][:, None] + columns, 0)
         filled = np.where(mask, corpus.ids[source], corpus.pad)
         ids.append(torch.from_numpy(filled.astype(np.int64)))
         masks.append(torch.from_numpy(mask.astype(np.int64)))
@@ -243,8 +244,6 @@ def make_batch(corpus, vectors, text_ids, **counts):
 
 class TextData(Dataset):
     """Phase 1: single texts, all queries and documents of its rows."""
-
-    logged = ["loss"]  # metrics of a step
 
     def __init__(self, args, corpus):
         self.args = args
@@ -258,15 +257,13 @@ class TextData(Dataset):
     def __getitem__(self, item):
         """item, of the sampler: the step, the texts of the global batch, and the positions in
         it of this micro-batch."""
-        _, global_ids, positions = item
-        text_ids = global_ids[positions]
+        _, global_ids, positions_in_batch = item
+        text_ids = global_ids[positions_in_batch]
         return make_batch(self.corpus, self.vectors, text_ids, total=len(global_ids))
 
 
 class PairData(TextData):
     """Phase 2: a query, a document that answers it, and some that do not."""
-
-    logged = ["loss", "infonce", "pull"]
 
     def __init__(self, args, corpus):
         super().__init__(args, corpus)
@@ -291,14 +288,14 @@ class PairData(TextData):
         return rng.choice(negatives, self.args.num_negatives, replace=False)
 
     def __getitem__(self, item):
-        step, global_ids, positions = item
-        pair_ids = global_ids[positions]
+        step, global_ids, positions_in_batch = item
+        pair_ids = global_ids[positions_in_batch]
         drawn = []
-        for position, pair in zip(positions, pair_ids, strict=True):
+        for position, pair in zip(positions_in_batch, pair_ids, strict=True):
             negatives = self.corpus.negatives[self.begin[pair] : self.end[pair]]
             drawn.append(self.draw(step, position, negatives))
         text_ids = np.concatenate([self.queries[pair_ids], self.positives[pair_ids], *drawn])
-        counts = {"total": len(global_ids), "num_queries": len(positions)}
+        counts = {"total": len(global_ids), "num_queries": len(pair_ids)}
         counts["documents_per_query"] = self.documents_per_query
         return make_batch(self.corpus, self.vectors, text_ids, **counts)
 
@@ -363,6 +360,10 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+# metrics of a step of each phase
+LOGGED = {1: ["loss"], 2: ["loss", "infonce", "pull"]}
+
+
 def pull(vectors, targets):
     """Unit vectors (B, D) -> (B,), the squared distance, summed over D: 2 (1 - cosine). (The
     original, yuancu/distill-for-retrieval, takes the mean over D, which is so small that a weight
@@ -375,7 +376,7 @@ def unit_targets(targets, dimensions):
     return F.normalize(targets[:, :dimensions].float(), dim=1)
 
 
-def text_loss(batch, vectors):
+def text_loss(vectors, batch):
     """What a micro-batch adds to the mean loss of phase 1 over the step."""
     return pull(vectors, unit_targets(batch.targets, vectors.shape[1])).sum() / batch.total
 
@@ -429,14 +430,14 @@ def pair_loss(args, batches, vectors):
     query_ids, own_document_ids = split_roles(batches, own_ids)
 
     # The documents of all ranks. Each rank gives as many rows as it can have at most, filled up.
-    room = math.ceil(total / dist.get_world_size()) * batches[0].documents_per_query
-    filling = (0, room - len(own_document_ids))
+    most_rows = math.ceil(total / dist.get_world_size()) * batches[0].documents_per_query
+    filling = (0, most_rows - len(own_document_ids))
     documents = Gather.apply(F.pad(own_documents, (0, 0, *filling)))
     document_targets = Gather.apply(F.pad(own_document_targets, (0, 0, *filling)))
     document_ids = Gather.apply(F.pad(own_document_ids, filling, value=-1))
     # the query whose positive a document is, -1 for all others
-    answered = Gather.apply(F.pad(query_ids, (0, room - len(query_ids)), value=-1))
-    first = dist.get_rank() * room  # where this rank's documents begin
+    answered = Gather.apply(F.pad(query_ids, (0, most_rows - len(query_ids)), value=-1))
+    first = dist.get_rank() * most_rows  # where this rank's documents begin
     positives = torch.arange(first, first + len(queries), device=vectors.device)
 
     # What is masked is no negative. A document that the teacher finds better than the positive may
@@ -473,7 +474,7 @@ def evaluate(student, corpus, collection, vectors, device, is_aligned=True):
     ranks)"""
     text_ids = collection.texts
     by_length = np.argsort(-corpus.lengths[text_ids], kind="stable")
-    batches = np.array_split(by_length, math.ceil(len(text_ids) / 128))
+    batches = np.array_split(by_length, math.ceil(len(text_ids) / EVAL_BATCH_SIZE))
     dimensions = student.model.get_embedding_dimension()
     student_vectors = torch.zeros(len(text_ids), dimensions, device=device)
     was_training = student.training
@@ -575,10 +576,10 @@ def make_phases(args, corpus, model, device):
 
 def lr_factor(args, step, steps):
     """What the peak rate is multiplied by. It rises in a straight line, then falls to 0."""
-    rise = int(args.warmup_ratio * steps)
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    return 1 - (step - rise) / max(1, steps - rise)
+    warmup_steps = int(args.warmup_ratio * steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    return 1 - (step - warmup_steps) / max(1, steps - warmup_steps)
 
 
 def make_optimizer(args, model, lr):
@@ -594,13 +595,13 @@ def make_optimizer(args, model, lr):
 
 def text_step(ddp_model, batches, autocast):
     """Forward and backward of a step of phase 1, micro-batch by micro-batch. Returns this rank's
-    part of the metrics, see TextData.logged (1,). (all ranks)"""
+    part of the metrics, see LOGGED (1,). (all ranks)"""
     metrics = torch.zeros(1, device=batches[0].targets.device)
     for micro, batch in enumerate(batches, start=1):
         ddp_model.require_backward_grad_sync = micro == len(batches)
         with autocast():
             vectors = ddp_model(batch)
-        loss = text_loss(batch, vectors)
+        loss = text_loss(vectors, batch)
         (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
         metrics += loss.detach()
     return metrics
@@ -609,7 +610,7 @@ def text_step(ddp_model, batches, autocast):
 def pair_step(args, ddp_model, batches, autocast, step):
     """Forward and backward of a step of phase 2. All vectors of the step come first, then its loss
     and the gradient with respect to them, then the backward pass. Returns this rank's part of the
-    metrics, see PairData.logged (3,). (all ranks)
+    metrics, see LOGGED (3,). (all ranks)
 
     The graphs of several micro-batches are not kept: each is made again for its backward pass (Gao
     et al. 2021), with the same seed, so that dropout hits the same places."""
@@ -652,7 +653,7 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
 
     logging.info(f"Starting distributed training of phase {phase.number}...")
     bar = tqdm(total=phase.steps, initial=done, disable=None if dist.get_rank() == 0 else True)
-    meter = Meter(phase.data.logged, args, device)
+    meter = Meter(LOGGED[phase.number], args, device)
     reason = ""
     while done < phase.steps and not reason:
         step = loop["step"]
@@ -685,10 +686,10 @@ def train(args, device, phase, student, ddp_model, state, log, loop):
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
             corpus = phase.data.corpus
-            metrics = evaluate(student, corpus, corpus.held_out, phase.data.vectors, device)
-            row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": loop["step"], "phase": phase.number, "epoch": epoch, **row})
-            keep_best(loop, phase.number, metrics, save)
+            val_metrics = evaluate(student, corpus, corpus.held_out, phase.data.vectors, device)
+            val_row = {f"val/{name}": value for name, value in val_metrics.items()}
+            log.write({"step": loop["step"], "phase": phase.number, "epoch": epoch, **val_row})
+            keep_best(loop, phase.number, val_metrics, save)
 
         # save, with what the evaluation has changed
         if args.keep_every and loop["step"] % args.keep_every == 0:
@@ -769,24 +770,24 @@ def finish(args, student, loop, baselines, corpus, vectors, device):
     best one of all. Returns figures for the summary. (all ranks)"""
     phases = {name: best["metrics"] for name, best in loop["best"].items()}
     best = max(loop["best"].values(), key=lambda record: record["value"])
-    summary = {"best": best, "baselines": baselines, "phases": phases}
-    figures = {**baselines, **{f"after {name}": metrics for name, metrics in phases.items()}}
+    figures = {"best": best, "baselines": baselines, "phases": phases}
+    table = {**baselines, **{f"after {name}": metrics for name, metrics in phases.items()}}
     student.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
     if args.test_data:
         dimensions = vectors.dimensions
-        summary["test_teacher"] = on_rank0(rank_teacher, corpus.test, vectors, dimensions)
-        summary["test"] = evaluate(student, corpus, corpus.test, vectors, device)
-        figures.update(test_teacher=summary["test_teacher"], test=summary["test"])
+        figures["test_teacher"] = on_rank0(rank_teacher, corpus.test, vectors, dimensions)
+        figures["test"] = evaluate(student, corpus, corpus.test, vectors, device)
+        table.update(test_teacher=figures["test_teacher"], test=figures["test"])
 
     logging.info("Held-out figures, the best of each phase:")
-    for who, metrics in figures.items():
+    for who, metrics in table.items():
         text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         logging.info(f"  {who:14} {text}")
     if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
         logging.warning("training did not make the student better: look at the rates and the data")
     if args.save_to_artifacts:
-        summary["artifacts"] = [on_rank0(save_artifact, args, student.model)]
-    return summary
+        figures["artifacts"] = [on_rank0(save_artifact, args, student.model)]
+    return figures
 
 
 def main(args):
@@ -854,14 +855,16 @@ def main(args):
             if reason:
                 return log.stop(reason, steps=loop["step"])
     logging.info("Training process completed.")
-    summary = finish(args, student, loop, baselines, corpus, vectors, device)
-    log.close("finished", steps=loop["step"], **summary)
+    figures = finish(args, student, loop, baselines, corpus, vectors, device)
+    log.close("finished", steps=loop["step"], **figures)
     logging.info("Training and evaluation completed successfully!")
     return 0
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: the user's files and models, once. Training needs only Corpus and Vectors
+# Reading
+
+# The user's files and models are read once. Training needs only Corpus and Vectors.
 
 READER = 7  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
@@ -1094,9 +1097,9 @@ def read_beir(name, splits):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         expected = "corpus.jsonl, queries.jsonl (_id, text) and qrels (query, document, score)"
         raise InputError(f"{where}: {error!r:.200}; expected BEIR's {expected}") from None
-    warn(left_out, "lines are left out: texts that are empty, or judgements of such or of none")
+    warn(left_out, "lines are left out: texts that are empty, or judgments of such or of none")
     if not grades:
-        raise InputError(f"{path}: no judgements of its texts")
+        raise InputError(f"{path}: no judgments of its texts")
     logging.info(f"{path}: {len(grades):,} judged queries, {len(texts['corpus']):,} texts")
     rows = [Row(query, list(own.items()), query) for query, own in grades.items()]
     others = without({"", *documents_of(rows)}, texts["corpus"].values())
@@ -1116,13 +1119,13 @@ def choose_held_out(args, rows):
     the split is the same for any order and any seed."""
     sizes = Counter(row.group for row in rows)
     digests = {group: hashlib.sha256(group.encode()).hexdigest() for group in sizes}
-    place = {group: int(digest[:16], 16) / 2**64 for group, digest in digests.items()}
+    rank_of = {group: int(digest[:16], 16) / 2**64 for group, digest in digests.items()}
     groups = set()
-    room = args.eval_samples
-    for group in sorted(sizes, key=place.get):
-        if place[group] < args.eval_fraction and sizes[group] <= room:
+    rows_left = args.eval_samples
+    for group in sorted(sizes, key=rank_of.get):
+        if rank_of[group] < args.eval_fraction and sizes[group] <= rows_left:
             groups.add(group)
-            room -= sizes[group]
+            rows_left -= sizes[group]
     return groups
 
 
@@ -1172,7 +1175,7 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     # they are not trained on where they stand in other rows, either
     ids = {}
 
-    def number(role, text):
+    def id_of(role, text):
         return ids.setdefault((role, text), len(ids))
 
     pairs = []
@@ -1187,18 +1190,18 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
             both += [(query, text) for text in wrong[query] if text in right[query]]
             own_negatives = without(right[query], without(held, wrong[query]))
             begin = len(negatives)
-            negatives += [number("document", text) for text in own_negatives]
+            negatives += [id_of("document", text) for text in own_negatives]
             end = len(negatives)
             for text in own:
-                pairs.append((number("query", query), number("document", text), begin, end))
+                pairs.append((id_of("query", query), id_of("document", text), begin, end))
             others.update(own)
     warn(both, "negatives are left out: they are also positives of their query")
     warn(left_out, "pairs are left out, since a text of theirs is held out")
 
     rows1 = [row for row in rows1 if row.group not in groups]
     queries1 = [row.query for row in rows1]
-    phase1 = [number("query", text) for text in without(held, queries1)]
-    phase1 += [number("document", text) for text in without(held, documents_of(rows1))]
+    phase1 = [id_of("query", text) for text in without(held, queries1)]
+    phase1 += [id_of("document", text) for text in without(held, documents_of(rows1))]
     arrays = {"phase1": phase1, "pairs": np.reshape(pairs, (-1, 4)), "negatives": negatives}
 
     if not args.eval_data:
@@ -1208,12 +1211,12 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
         grades, _ = grades_of(rows)
         grades.pop("", None)
         documents = documents_of(rows)
-        positions = {text: i for i, text in enumerate(documents, start=len(grades))}
+        index_of = {text: i for i, text in enumerate(documents, start=len(grades))}
         answers = []
         for i, own in enumerate(grades.values()):
-            answers += [(i, positions[text], grade) for text, grade in own.items()]
-        arrays[f"{name}_queries"] = [number("query", text) for text in grades]
-        arrays[f"{name}_documents"] = [number("document", text) for text in documents]
+            answers += [(i, index_of[text], grade) for text, grade in own.items()]
+        arrays[f"{name}_queries"] = [id_of("query", text) for text in grades]
+        arrays[f"{name}_documents"] = [id_of("document", text) for text in documents]
         arrays[f"{name}_answers"] = np.reshape(answers, (-1, 3))
 
     needed = ["held_out_documents"]
@@ -1223,45 +1226,6 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
     if 0 in counts.values():
         raise InputError(f"{counts}; none may be 0: give more data, or another --eval_fraction")
     return list(ids), {name: np.array(values, np.int64) for name, values in arrays.items()}
-
-
-def prepare(args):
-    """The folder with the texts, the fields of a Corpus, and the builtin models. (rank 0)"""
-    names = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 skip_phase1 skip_phase2
-        eval_fraction eval_samples eval_distractors eval_data test_data teacher_model student_model
-        student_max_length student_query_prompt student_document_prompt seed""".split()
-    key = [READER, [getattr(args, name) for name in names]]
-    sources = [*args.phase1_data, *args.phase2_data, args.teacher_model, args.student_model]
-    sources += filter(None, (args.eval_data, args.test_data))
-    key += [files_of(source) for source in sources]
-
-    def write(folder):
-        rows1, rows2 = read_sources(args, folder.parent / "tables")
-        eval_rows = args.eval_data and read_beir(args.eval_data, ["dev", "validation", "test"])
-        test_rows = args.test_data and read_beir(args.test_data, ["test"])
-        texts, arrays = split_texts(args, rows1, rows2, eval_rows or [], test_rows or [])
-        (folder / "texts.json").write_text(json.dumps(texts))
-        fitted = [f"{texts[i][1]}\n{texts[j][1]}" for i, j, _, _ in arrays["pairs"]]
-        fitted = fitted or [texts[i][1] for i in arrays["phase1"]]
-        if args.teacher_model == "builtin:lsa":
-            arrays["teacher"] = lsa_vectors(texts, fitted)
-        elif is_file(args.teacher_model):
-            arrays["teacher"] = read_vectors(args.teacher_model, texts, folder.parent / "tables")
-        if args.student_model == "builtin:bert":
-            make_bert(folder / "student", args, fitted)
-
-        student = load_student(args, folder)
-        arrays.update(tokenize(student, with_prompts(student, texts)))
-        digest = hashlib.sha256((folder / "texts.json").read_bytes())
-        texts_hash = digest.hexdigest()
-        for name, array in arrays.items():
-            np.save(folder / f"{name}.npy", array)
-            digest.update(array)
-        pad = student.tokenizer.pad_token_id or 0
-        meta = {"hash": digest.hexdigest()[:16], "texts_hash": texts_hash, "pad": pad}
-        (folder / "meta.json").write_text(json.dumps(meta))
-
-    return cached(args.cache_dir, "texts", key, write)
 
 
 def tokenize(student, texts):
@@ -1305,10 +1269,10 @@ def load_model(args, kind, folder, **options):
     transformers.logging.disable_progress_bar()  # every rank has one
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
     name = getattr(args, f"{kind}_model")
-    place = str(folder / kind) if name == "builtin:bert" else name
+    source = str(folder / kind) if name == "builtin:bert" else name
     options.update(device="cpu", trust_remote_code=args.trust_remote_code)
     try:
-        model = SentenceTransformer(place, **options)
+        model = SentenceTransformer(source, **options)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         hint = "without a download: builtin:lsa teaches builtin:bert"
@@ -1339,9 +1303,9 @@ def load_student(args, folder):
         raise InputError(f"{name}: expected a transformer, then Pooling")
     if (student.max_seq_length or math.inf) > 1e6:
         raise InputError(f"{name} has no maximum length: give --student_max_length")
-    positions = getattr(student[0].model.config, "max_position_embeddings", math.inf)
-    if student.max_seq_length > positions:
-        text = f"{name} reads at most {positions} tokens"
+    most = getattr(student[0].model.config, "max_position_embeddings", math.inf)
+    if student.max_seq_length > most:
+        text = f"{name} reads at most {most} tokens"
         raise InputError(f"{text}; --student_max_length is {student.max_seq_length}")
     if any(student.prompts.values()) and not student[1].include_prompt:
         hint = "--student_query_prompt= --student_document_prompt= leaves them out"
@@ -1373,13 +1337,14 @@ def teacher_vectors(args, folder, corpus, device):
     key = [READER, [getattr(args, name) for name in names], corpus.texts_hash]
     key.append(on_rank0(files_of, args.teacher_model))
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    place = Path(args.cache_dir) / f"teacher-{digest}-{device.type}"
-    blocks = [place / f"{start:010}.npy" for start in range(0, len(corpus.lengths), BLOCK)]
+    folder_of_vectors = Path(args.cache_dir) / f"teacher-{digest}-{device.type}"
+    starts = range(0, len(corpus.lengths), BLOCK)
+    blocks = [folder_of_vectors / f"{start:010}.npy" for start in starts]
     missing = on_rank0(lambda: [i for i, path in enumerate(blocks) if not path.exists()])
     if missing:
         teacher = load_teacher(args, folder, device)
         texts = with_prompts(teacher, json.loads((folder / "texts.json").read_text()))
-        place.mkdir(exist_ok=True)
+        folder_of_vectors.mkdir(exist_ok=True)
     own = missing[dist.get_rank() :: dist.get_world_size()]
     for i in tqdm(own, "teacher", disable=None if dist.get_rank() == 0 else True):
         part = texts[i * BLOCK : (i + 1) * BLOCK]
@@ -1393,7 +1358,7 @@ def teacher_vectors(args, folder, corpus, device):
         np.save(new, vectors.astype(np.float16))
         new.replace(blocks[i])  # which is never half written
     dist.barrier()
-    name = place.name.rpartition("-")[0]  # without the device
+    name = folder_of_vectors.name.rpartition("-")[0]  # without the device
     return Vectors(name, [np.asarray(np.load(path, mmap_mode="r")) for path in blocks])
 
 
@@ -1497,6 +1462,45 @@ def make_bert(folder, args, texts, layers=1, width=128):
     config = BertConfig(**sizes, num_attention_heads=max(1, width // 32), **dropout)
     torch.manual_seed(args.seed)
     BertModel(config).save_pretrained(folder)  # SentenceTransformer adds the mean of its vectors
+
+
+def prepare(args):
+    """The folder with the texts, the fields of a Corpus, and the builtin models. (rank 0)"""
+    names = """phase1_data phase2_data max_samples_phase1 max_samples_phase2 skip_phase1 skip_phase2
+        eval_fraction eval_samples eval_distractors eval_data test_data teacher_model student_model
+        student_max_length student_query_prompt student_document_prompt seed""".split()
+    key = [READER, [getattr(args, name) for name in names]]
+    sources = [*args.phase1_data, *args.phase2_data, args.teacher_model, args.student_model]
+    sources += filter(None, (args.eval_data, args.test_data))
+    key += [files_of(source) for source in sources]
+
+    def write(folder):
+        rows1, rows2 = read_sources(args, folder.parent / "tables")
+        eval_rows = args.eval_data and read_beir(args.eval_data, ["dev", "validation", "test"])
+        test_rows = args.test_data and read_beir(args.test_data, ["test"])
+        texts, arrays = split_texts(args, rows1, rows2, eval_rows or [], test_rows or [])
+        (folder / "texts.json").write_text(json.dumps(texts))
+        fitted = [f"{texts[i][1]}\n{texts[j][1]}" for i, j, _, _ in arrays["pairs"]]
+        fitted = fitted or [texts[i][1] for i in arrays["phase1"]]
+        if args.teacher_model == "builtin:lsa":
+            arrays["teacher"] = lsa_vectors(texts, fitted)
+        elif is_file(args.teacher_model):
+            arrays["teacher"] = read_vectors(args.teacher_model, texts, folder.parent / "tables")
+        if args.student_model == "builtin:bert":
+            make_bert(folder / "student", args, fitted)
+
+        student = load_student(args, folder)
+        arrays.update(tokenize(student, with_prompts(student, texts)))
+        digest = hashlib.sha256((folder / "texts.json").read_bytes())
+        texts_hash = digest.hexdigest()
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+            digest.update(array)
+        pad = student.tokenizer.pad_token_id or 0
+        meta = {"hash": digest.hexdigest()[:16], "texts_hash": texts_hash, "pad": pad}
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+    return cached(args.cache_dir, "texts", key, write)
 
 
 # ==================================================================================================

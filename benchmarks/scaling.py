@@ -125,7 +125,7 @@ def load_texts(module, args, device):
     def loss_of(batch):
         vectors = torch.empty_like(batch.targets, dtype=torch.float32, requires_grad=True)
         if batch.num_queries == 0:
-            return module.text_loss(batch, vectors)
+            return module.text_loss(vectors, batch)
         _, gradient = module.pair_loss(args, [batch], vectors.detach())
         return (vectors * gradient).sum()
 

@@ -354,7 +354,7 @@ def test_a_collection_in_the_layout_of_beir(options, tmp_path):
     words += [f"--{name}_data={tmp_path}/beir" for name in ("eval", "test")]
     words += [f"--cache_dir={tmp_path}/cache", f"--artifacts_dir={tmp_path}/models"]
     said = run(*options, *words, f"--output_dir={tmp_path}/out", "--save_to_artifacts")
-    assert "3 lines are left out: texts that are empty, or judgements of such or of none" in said
+    assert "3 lines are left out: texts that are empty, or judgments of such or of none" in said
     assert f"{tmp_path}/beir/qrels/test.tsv: 26 judged queries" in said
     (read,) = tmp_path.glob("cache/texts-*")
     corpus = script.load_corpus(read, torch.device("cpu"))
