@@ -9,14 +9,17 @@ once, before training. Its vectors stay in --cache_dir for the next run.
 
 --use_projection True adds a head (Linear, GELU, LayerNorm, Linear) to as many dimensions as the
 teacher has. False (MRL) adds none: the target is the first part of its vectors, renormalized.
+What the teacher scores above a query's answer by --false_negative_margin is no negative of it.
 
 Data (--phase1_data, --phase2_data; each one or several): FILE.jsonl, .json, .csv, .tsv, .parquet,
 or .txt (a text a line, for phase 1), also .gz; 'FOLDER/*.jsonl'; pydocs (in data/); ms_marco, or
 another data set of the hub (NAME or NAME:CONFIG); of SOURCE@1000 so many rows are read. Columns:
-query, positive (a text or a list) and, if there are any, negative, negatives, negative_1 ..., group
-(its rows are held out together). Held out are --eval_fraction of the queries of phase 2; or give
---eval_data and --test_data, folders in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/dev.tsv,
-test.tsv; to train on, train.tsv) or one of their qrels files.
+query (or question, anchor), positive (or answer, pos, text; a text or a list) and, if there are
+any, negative, negatives, negative_1 ..., group (its rows are held out together). Held out are
+--eval_fraction of the queries of phase 2; or give --eval_data and --test_data, folders in BEIR's
+layout (corpus.jsonl, queries.jsonl, qrels/dev.tsv, test.tsv; to train on, train.tsv) or one of
+their qrels files. --teacher_model may be a file of its vectors, .jsonl or .parquet, with the
+columns vector, and query or text.
 
 Logged, over all ranks:
     loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
@@ -24,8 +27,8 @@ Logged, over all ranks:
     teacher's documents; val/teacher_cosine, of held-out queries and answers; the best is 1
     lr, grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
     (texts or queries), data_wait (part of the time), peak_gb (of a GPU)
-In --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt, step_N.pt, metrics.jsonl; at
-the end summary.json, curves.png. The same command, given again, goes on from latest.pt.
+Files in --output_dir: latest.pt, phase1_best.pt, phase2_best.pt, best.pt, step_N.pt, metrics.jsonl;
+at the end summary.json, curves.png. The same command, given again, goes on from latest.pt.
 "(all ranks)": every rank must call it, in the same order; "(rank 0)": only rank 0 does.
 """
 
@@ -87,17 +90,10 @@ def parse_args():
     add("--max_samples_phase1", type=COUNT, default=100_000, help="rows read for phase 1")
     add("--max_samples_phase2", type=COUNT, default=500_000, help="rows read for phase 2")
     add("--num_negatives", type=number(0, 1000, int), default=7, help="per query, drawn anew")
-    add("--eval_fraction", type=number(1e-6, 0.99), default=0.05, help="of the queries: held out")
-    add("--eval_samples", type=COUNT, default=1000, help="rows held out, at most")
-    add("--eval_distractors", type=NATURAL, default=1000, help="other documents to rank, too")
-    add("--eval_data", type=expanded, help="evaluate on this collection instead, see above")
-    add("--test_data", type=expanded, help="another one, for the best weights at the end")
-    add("--eval_every", type=NATURAL, default=0, help="steps between evaluations; 0: every epoch")
 
-    add = parser.add_argument_group("models").add_argument
-    text = """hub name, folder, builtin:lsa; or a file of vectors, .jsonl or .parquet, with columns
-        vector, and query or text. The default needs --trust_remote_code"""
-    add("--teacher_model", type=expanded, default="infly/inf-retriever-v1-pro", help=text)
+    add = parser.add_argument_group("model").add_argument
+    default = "infly/inf-retriever-v1-pro"
+    add("--teacher_model", type=expanded, default=default, help="or a folder, FILE, builtin:lsa")
     add("--teacher_batch_size", type=COUNT, default=64, help="texts per forward pass")
     add("--teacher_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--teacher_query_prompt", help="text before queries; None: the model's own")
@@ -107,7 +103,7 @@ def parse_args():
     add("--student_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--student_query_prompt", help="text before queries; None: the model's own")
     add("--student_document_prompt", help="text before documents; None: the model's own")
-    add("--trust_remote_code", **FLAG, help="run code that comes with the models")
+    add("--trust_remote_code", **FLAG, help="run code of the models; the default teacher has some")
     add("--use_projection", **{**FLAG, "default": True}, help="a head; False: MRL")
     add("--projection_hidden", type=COUNT, default=1536, help="hidden width of the head, if any")
 
@@ -115,20 +111,27 @@ def parse_args():
     add("--infonce_weight", type=number(0), default=0.8, help="of InfoNCE")
     add("--phase2_l2_weight", type=number(0), default=0.2, help="of the pull in phase 2")
     add("--temperature", type=number(1e-4), default=0.02, help="divides all scores")
-    text = "what the teacher scores above positive + margin is not taken as a negative; 2: all is"
-    add("--false_negative_margin", type=number(-1, 2), default=0.0, help=text)
+    add("--false_negative_margin", type=number(-1, 2), default=0.0, help="2: all are negatives")
     add("--phase1_epochs", type=COUNT, default=1, help="passes over the texts")
     add("--phase2_epochs", type=COUNT, default=3, help="passes over the queries")
     add("--max_steps", type=NATURAL, default=0, help="per phase at most; 0: all epochs")
     add("--phase1_lr", type=number(0), default=2e-5, help="peak learning rate")
     add("--phase2_lr", type=number(0), default=5e-6, help="peak learning rate")
-    add("--warmup_ratio", type=number(0, 1), default=0.1, help="of a phase; then down to 0")
-    add("--weight_decay", type=number(0), default=0.01, help="of matrices, embeddings excepted")
+    add("--warmup_ratio", type=number(0, 1), default=0.1, help="fraction of a phase; then it falls")
+    add("--weight_decay", type=number(0), default=0.01, help="of matrices; embeddings, others: 0")
     add("--skip_phase1", **FLAG, help="start phase 2 from --phase1_weights")
     add("--phase1_weights", type=expanded, help="None: phase1_best.pt, if --output_dir has it")
     add("--skip_phase2", **FLAG, help="stop after phase 1")
     add("--save_to_artifacts", **FLAG, help="save a SentenceTransformer at the end")
     add("--artifacts_dir", type=expanded, default="./artifacts", help="where it is saved")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--eval_fraction", type=number(1e-6, 0.99), default=0.05, help="of the queries: held out")
+    add("--eval_samples", type=COUNT, default=1000, help="rows held out, at most")
+    add("--eval_distractors", type=NATURAL, default=1000, help="other documents to rank, too")
+    add("--eval_data", type=expanded, help="evaluate on this collection instead, see above")
+    add("--test_data", type=expanded, help="another one, for the best weights at the end")
+    add("--eval_every", type=NATURAL, default=0, help="steps between evaluations; 0: every epoch")
     add_common_arguments(parser, output_dir="./checkpoints")
     args = parse_with_config(parser)
 
@@ -358,10 +361,7 @@ def keep_masks_whole():
 # as torch names them, from 2.13 on and before
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-# metrics of a step of each phase
-LOGGED = {1: ["loss"], 2: ["loss", "infonce", "pull"]}
+LOGGED = {1: ["loss"], 2: ["loss", "infonce", "pull"]}  # of a step of each phase
 
 
 def pull(vectors, targets):
@@ -707,8 +707,9 @@ def keep_best(loop, number, metrics, save):
     """Save weights that are the best of their phase, and those that are the best of both."""
     metric = "ndcg@10" if "ndcg@10" in metrics else "teacher_cosine"  # where there are no queries
     value = metrics[metric]
-    if not all(map(math.isfinite, metrics.values())):
-        raise RuntimeError(f"the held-out figures are {metrics}: a lower learning rate?")
+    for name, found in metrics.items():
+        if not math.isfinite(found):
+            raise RuntimeError(f"the validation {name} is {found}: a lower --phase{number}_lr?")
     values = {phase: best["value"] for phase, best in loop["best"].items()}
     if value <= values.get(f"phase {number}", -math.inf):
         return
@@ -735,7 +736,7 @@ def begin_phase2(args, student, step):
     path = args.phase1_weights or f"{args.output_dir}/phase1_best.pt"
     if not on_rank0(os.path.exists, path):
         if args.phase1_weights or step > 0:
-            raise InputError(f"{path}: there are no such weights of phase 1")
+            raise InputError(f"{path}: there is no such file; expected weights of phase 1")
         logging.warning(f"there is no {path}: phase 2 starts from the untrained student")
         return
     logging.info(f"Loading {path}")
@@ -955,7 +956,7 @@ def read_rows(name, limit, needs_query, cache_dir):
                 table = table.rename_column(old, new)
         unread.update(check_columns(part, table, limit, needs_query))
         for number, record in enumerate(itertools.islice(table, limit - len(rows)), start=1):
-            where = f"{part} row {number}"
+            where = f"{part}: row {number}"
             if ending == "txt" and not record["positive"].strip():
                 continue  # an empty line
             if ending == "csv" and "\n" in "".join(map(str, record.values())):
@@ -991,9 +992,11 @@ def load_table(files, cache_dir, expected):
     datasets.disable_progress_bars()
     name = files[0]
     ending = ending_of(name)
-    if os.path.isfile(name) != (ending in FORMATS):
-        text = f"expected a file, with an ending of {' '.join(FORMATS)}, each also with .gz"
-        raise InputError(f"{name} cannot be read: {text}")
+    if ending in FORMATS and not os.path.isfile(name):
+        raise InputError(f"{name}: there is no such file")
+    if os.path.isfile(name) and ending not in FORMATS:
+        text = f"expected one of the endings {' '.join(FORMATS)}, each also with .gz"
+        raise InputError(f"{name}: {text}")
     source = ("microsoft/ms_marco:v1.1" if name == "ms_marco" else name).split(":")
     options = {}
     if ending in FORMATS:
@@ -1026,7 +1029,7 @@ def check_columns(name, table, limit, needs_query):
     has_all = "positive" in columns and ("query" in columns or not needs_query)
     # pandas makes __index_level_0__ where a row has more than the first line
     if not has_all or "__index_level_0__" in columns:
-        raise InputError(f"{name}: found the columns {columns}; {EXPECTED}")
+        raise InputError(f"{name}: found the columns {', '.join(columns)}; {EXPECTED}")
     read = [*filter(NEGATIVES.fullmatch, columns), "query", "positive", "group"]
     unread = [column for column in columns if column not in read]
     for column in unread:
@@ -1111,7 +1114,7 @@ def lines_of(path):
     with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield f"{path} line {number}", line
+                yield f"{path}: line {number}", line
 
 
 def choose_held_out(args, rows):
@@ -1408,7 +1411,8 @@ def read_vectors(path, texts, cache_dir):
             for row, text in enumerate(table[column]):
                 rows.setdefault((role, str(text or "").strip()), row)
     if not rows or "vector" not in table.column_names:
-        raise InputError(f"{path} has {', '.join(table.column_names)}; {expected}")
+        found = ", ".join(table.column_names)
+        raise InputError(f"{path}: found the columns {found}; {expected}")
     dimensions = np.size(table[0]["vector"])
     vectors = np.empty((len(texts), dimensions), np.float32)
     for i, (role, text) in enumerate(texts):
@@ -1418,7 +1422,7 @@ def read_vectors(path, texts, cache_dir):
         vector = np.asarray(table[row]["vector"], np.float32)
         if vector.shape != (dimensions,) or not np.isfinite(vector).all():
             found = f"{vector.size} numbers, {np.isfinite(vector).sum()} finite"
-            raise InputError(f"{path} row {row + 1}: vector has {found}; expected {dimensions}")
+            raise InputError(f"{path}: row {row + 1}: vector has {found}; expected {dimensions}")
         vectors[i] = vector
     return unit_vectors(vectors, texts)
 

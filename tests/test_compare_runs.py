@@ -47,7 +47,9 @@ def test_the_best_is_chosen_by_validation(metric, tmp_path):
         rows = [*csv.DictReader(file)]
     assert [row["run"] for row in rows] == [str(run) for run in runs]
     assert (rows[0]["args/lr"], rows[0]["test/cls/accuracy"]) == ("0.1", "0.8")
-    assert "exists" in compare(*runs, "--csv", path, status=2)
+    assert f"--csv {path} exists: expected a new file" in compare(*runs, "--csv", path, status=2)
+    gone = f"{tmp_path}/gone/runs.csv"
+    assert f"--csv {gone}: there is no such folder" in compare(*runs, "--csv", gone, status=2)
 
 
 def test_what_is_left_out(tmp_path):
@@ -83,7 +85,7 @@ def test_what_measured_other_things_is_refused(tmp_path):
         folder = tmp_path / said.replace("/", "-")
         write_run(folder, 0.2, **other)
         first, header, *rows = compare(tmp_path / "a", folder, status=2).splitlines()
-        assert first == "compare_runs.py: not comparable, compare them apart:"
+        assert first == "compare_runs.py: error: not comparable, compare them apart:"
         assert header.split() == ["run", said]
         assert [row.split()[0] for row in rows] == [f"{tmp_path}/a", str(folder)]
     write_run(tmp_path / "g", 0.2, data_hash="1 y", student="large")

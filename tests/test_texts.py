@@ -105,10 +105,10 @@ READ = {  # file: its content
     "breaks.csv": table(records()) + '"query\n0",document 0,\n',
 }
 SAID = {  # of some of them
-    "lists.jsonl": "1 rows have no answer, such as {} row 41",
+    "lists.jsonl": "1 rows have no answer, such as {}: row 41",
     "unread.jsonl": "these columns are not read: hard, id",
     "breaks.csv": "1 rows have line breaks within quotes (stray quotes would swallow rows), such "
-    "as {} row 41",
+    "as {}: row 41",
 }
 
 
@@ -179,8 +179,8 @@ def test_ms_marco(tmp_path, monkeypatch):
 
 
 REFUSED = {  # file: its content, and a part of what is said of it
-    "gone.csv": (None, "expected a file, with an ending of jsonl json"),
-    "a.xlsx": ("x", "expected a file, with an ending of jsonl json"),
+    "gone.csv": (None, "gone.csv: there is no such file"),
+    "a.xlsx": ("x", "expected one of the endings jsonl json"),
     "quote.csv": (replaced("10,document", '10,"document'), "inside string starting at row 11"),
     "commas.csv": (
         replaced("document", "red, document"),
@@ -188,7 +188,7 @@ REFUSED = {  # file: its content, and a part of what is said of it
     ),
     "semicolon.csv": (
         table(records(), ";"),
-        "columns .'query;positive;negative.*; in a .csv commas",
+        "columns query;positive;negative.*; in a .csv commas",
     ),
     "cp1252.csv": (
         replaced("query 1", "caf\xe9").encode("cp1252"),

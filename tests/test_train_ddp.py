@@ -387,7 +387,7 @@ def test_which_checkpoints_are_the_best():
     for value in (0.40, 0.55, 0.55):
         script.keep_best(loop, 2, {"ndcg@10": value}, saved.append)
     assert saved == ["phase2_best.pt", "phase2_best.pt", "best.pt"]
-    with pytest.raises(RuntimeError, match="held-out figures are"):
+    with pytest.raises(RuntimeError, match="validation teacher_cosine is nan: a lower --phase2"):
         script.keep_best(loop, 2, {"ndcg@10": 0.6, "teacher_cosine": float("nan")}, saved.append)
     assert loop["best"]["phase 2"]["value"] == 0.55
 
@@ -420,7 +420,7 @@ def test_begin_phase2(trained, step, caplog):
     step.args.data_hash = "other data"
     script.begin_phase2(step.args, step.student, 0)
     assert "phase 2 starts from the untrained student" in caplog.text
-    with pytest.raises(script.InputError, match="there are no such weights of phase 1"):
+    with pytest.raises(script.InputError, match="there is no such file; expected weights"):
         script.begin_phase2(step.args, step.student, 9)  # of phase 1, not evaluated yet
     step.args.phase1_weights = str(path)
     script.begin_phase2(step.args, step.student, 0)
@@ -546,7 +546,7 @@ def test_vectors_of_a_file(options, trained, tmp_path):
     said = run(*options, *own, "--teacher_query_prompt=q:", status=2)
     assert "--teacher_query_prompt: " in said and "is no network, and has none" in said
     said = run(*options, f"--teacher_model={tmp_path}/gone.parquet", status=2)
-    assert "gone.parquet cannot be read: " in said
+    assert "gone.parquet: there is no such file" in said
     pandas.DataFrame(rows[1:]).to_parquet(path)
     said = run(*options, *own, f"--output_dir={tmp_path}/no", status=2)
     assert f"no row has the {texts[0][0]} {texts[0][1]!r}" in said

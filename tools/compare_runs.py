@@ -36,21 +36,24 @@ FALLING = ("loss", "nelbo", "perplexity", "ece", "mae", "rmse")
 
 
 def stop(message):
-    print(f"compare_runs.py: {message}", file=sys.stderr)
+    print(f"compare_runs.py: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def parse_args():
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="FOLDER", help="--output_dir of the runs")
     add("--csv", type=Path, help="also write a line for each run there")
     add("--curves", type=Path, help="also draw the validation metric of each run over its steps")
     args = parser.parse_args()
-    for path in (args.csv, args.curves):
-        if path is not None and path.exists():
-            stop(f"{path} exists: give another name")
+    for name in ("csv", "curves"):
+        path = getattr(args, name)
+        if path and path.exists():
+            stop(f"--{name} {path} exists: expected a new file")
+        if path and not path.parent.is_dir():
+            stop(f"--{name} {path}: there is no such folder")
     return args
 
 
