@@ -18,8 +18,8 @@ query (or question, anchor), positive (or answer, pos, text; a text or a list) a
 any, negative, negatives, negative_1 ..., group (its rows are held out together). Held out are
 --eval_fraction of the queries of phase 2; or give --eval_data and --test_data, folders in BEIR's
 layout (corpus.jsonl, queries.jsonl, qrels/dev.tsv, test.tsv; to train on, train.tsv) or one of
-their qrels files. --teacher_model may be a file of its vectors, .jsonl or .parquet, with the
-columns vector, and query or text.
+their qrels files. --teacher_model: of the hub, a folder, builtin:lsa; or a file of its vectors,
+.jsonl or .parquet, with columns vector, and query or text.
 
 Logged, over all ranks:
     loss; in phase 2 its parts infonce (nats per query) and pull (squared distance to the teacher)
@@ -84,16 +84,14 @@ EVAL_BATCH_SIZE = 128  # texts that a rank reads at a time in an evaluation
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
-    several = {"type": expanded, "nargs": "+", "default": ["ms_marco"]}
-    add("--phase1_data", **several, help="texts of phase 1")
-    add("--phase2_data", **several, help="queries with documents")
+    add("--phase1_data", type=expanded, nargs="+", default=["ms_marco"], help="texts of phase 1")
+    add("--phase2_data", type=expanded, nargs="+", default=["ms_marco"], help="queries, documents")
     add("--max_samples_phase1", type=COUNT, default=100_000, help="rows read for phase 1")
     add("--max_samples_phase2", type=COUNT, default=500_000, help="rows read for phase 2")
     add("--num_negatives", type=number(0, 1000, int), default=7, help="per query, drawn anew")
 
     add = parser.add_argument_group("model").add_argument
-    default = "infly/inf-retriever-v1-pro"
-    add("--teacher_model", type=expanded, default=default, help="or a folder, FILE, builtin:lsa")
+    add("--teacher_model", type=expanded, default="infly/inf-retriever-v1-pro", help="see above")
     add("--teacher_batch_size", type=COUNT, default=64, help="texts per forward pass")
     add("--teacher_max_length", type=COUNT, help="tokens; None: the model's own")
     add("--teacher_query_prompt", help="text before queries; None: the model's own")
@@ -184,9 +182,7 @@ class Corpus(NamedTuple):
     offsets: np.ndarray
     lengths: np.ndarray  # in tokens
     pad: int  # token that fills up
-    # least number of groups of a batch. With more there is less padding, but each is a pass through
-    # the network, for which a GPU waits until the host has started it
-    groups: int
+    groups: int  # of a batch, at least. More: less padding, but a GPU waits for the host more often
     teacher: np.ndarray | None = None  # vectors of all texts, if the teacher is no network
 
 
@@ -258,8 +254,7 @@ class TextData(Dataset):
         return self.corpus.phase1, self.corpus.lengths
 
     def __getitem__(self, item):
-        """item, of the sampler: the step, the texts of the global batch, and the positions in
-        it of this micro-batch."""
+        """item: what GlobalBatchSampler yields"""
         _, global_ids, positions_in_batch = item
         text_ids = global_ids[positions_in_batch]
         return make_batch(self.corpus, self.vectors, text_ids, total=len(global_ids))
@@ -298,9 +293,8 @@ class PairData(TextData):
             negatives = self.corpus.negatives[self.begin[pair] : self.end[pair]]
             drawn.append(self.draw(step, position, negatives))
         text_ids = np.concatenate([self.queries[pair_ids], self.positives[pair_ids], *drawn])
-        counts = {"total": len(global_ids), "num_queries": len(pair_ids)}
-        counts["documents_per_query"] = self.documents_per_query
-        return make_batch(self.corpus, self.vectors, text_ids, **counts)
+        counts = {"num_queries": len(pair_ids), "documents_per_query": self.documents_per_query}
+        return make_batch(self.corpus, self.vectors, text_ids, total=len(global_ids), **counts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -331,8 +325,7 @@ class Student(nn.Module):
         return features["sentence_embedding"]
 
     def add_head(self, hidden, dimensions):
-        """Add a head of sentence-transformers' own modules, so that anybody can load it. (The
-        original has LayerNorm before GELU, which these modules cannot express.)"""
+        """Add a head of sentence-transformers' own modules, so that anybody can load it."""
         from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 
         width = self.model.get_embedding_dimension()
@@ -365,9 +358,7 @@ LOGGED = {1: ["loss"], 2: ["loss", "infonce", "pull"]}  # of a step of each phas
 
 
 def pull(vectors, targets):
-    """Unit vectors (B, D) -> (B,), the squared distance, summed over D: 2 (1 - cosine). (The
-    original, yuancu/distill-for-retrieval, takes the mean over D, which is so small that a weight
-    of 0.4 means nothing, and adds 1 - cosine.)"""
+    """Unit vectors (B, D) -> (B,), the squared distance, summed over D: 2 (1 - cosine)."""
     return (vectors - targets).square().sum(1)
 
 
@@ -469,20 +460,18 @@ def pair_loss(args, batches, vectors):
 @torch.no_grad()
 def evaluate(student, corpus, collection, vectors, device, is_aligned=True):
     """Metrics of a Collection. Each text is read once, without autocast, in the same batch on any
-    number of ranks. All ranks decide by these numbers. So rank 0 computes them: another processor
-    might round otherwise. is_aligned: the student's dimensions are those of its targets. (all
-    ranks)"""
+    number of ranks. Rank 0 computes what all ranks decide by: another processor might round
+    otherwise. is_aligned: the student's dimensions are those of its targets. (all ranks)"""
     text_ids = collection.texts
     by_length = np.argsort(-corpus.lengths[text_ids], kind="stable")
     batches = np.array_split(by_length, math.ceil(len(text_ids) / EVAL_BATCH_SIZE))
     dimensions = student.model.get_embedding_dimension()
     student_vectors = torch.zeros(len(text_ids), dimensions, device=device)
-    was_training = student.training
     student.eval()
     for own in batches[dist.get_rank() :: dist.get_world_size()]:
         batch = make_batch(corpus, vectors, text_ids[own]).to(device)
         student_vectors[torch.from_numpy(own).to(device)] = student(batch)
-    student.train(was_training)
+    student.train()
     dist.all_reduce(student_vectors)  # each row is zero on all ranks but one
     return on_rank0(measure, collection, vectors, student_vectors, is_aligned)
 
@@ -566,6 +555,9 @@ def make_phases(args, corpus, model, device):
         logging.info(f"Phase {number}:")
         data = kind(args, corpus)
         ids, cost = data.samples()
+        if len(ids) < args.global_batch_size:
+            text = f"{len(ids)} {'texts' if number == 1 else 'pairs'} to train on in phase {number}"
+            raise InputError(f"{text}: give --global_batch_size {len(ids)} or less")
         sampler = GlobalBatchSampler(ids, args, cost, room)
         epochs = getattr(args, f"phase{number}_epochs")
         steps = min(sampler.steps * epochs, args.max_steps or math.inf)
@@ -594,8 +586,7 @@ def make_optimizer(args, model, lr):
 
 
 def text_step(ddp_model, batches, autocast):
-    """Forward and backward of a step of phase 1, micro-batch by micro-batch. Returns this rank's
-    part of the metrics, see LOGGED (1,). (all ranks)"""
+    """Forward and backward of a step of phase 1. Returns this rank's part of LOGGED. (all ranks)"""
     metrics = torch.zeros(1, device=batches[0].targets.device)
     for micro, batch in enumerate(batches, start=1):
         ddp_model.require_backward_grad_sync = micro == len(batches)
@@ -608,9 +599,7 @@ def text_step(ddp_model, batches, autocast):
 
 
 def pair_step(args, ddp_model, batches, autocast, step):
-    """Forward and backward of a step of phase 2. All vectors of the step come first, then its loss
-    and the gradient with respect to them, then the backward pass. Returns this rank's part of the
-    metrics, see LOGGED (3,). (all ranks)
+    """Forward and backward of a step of phase 2. Returns this rank's part of LOGGED. (all ranks)
 
     The graphs of several micro-batches are not kept: each is made again for its backward pass (Gao
     et al. 2021), with the same seed, so that dropout hits the same places."""
@@ -636,8 +625,7 @@ def pair_step(args, ddp_model, batches, autocast, step):
 
 
 def train(args, device, phase, student, ddp_model, state, log, loop):
-    """One phase, from where `loop` says that it stands. Returns why training was stopped, "" if the
-    phase has ended. (all ranks)"""
+    """One phase, from `loop` on. Returns why it was stopped, "" if it has ended. (all ranks)"""
     sampler = phase.sampler
     optimizer = make_optimizer(args, student, phase.lr)
     autocast = choose_precision(args, device)
@@ -731,13 +719,24 @@ FREE_UNTIL_PHASE2 = """phase2_lr num_negatives infonce_weight phase2_l2_weight t
     false_negative_margin phase1_weights skip_phase2""".split()
 
 
+def check_paths(args, phase):
+    """Refuse a path to nothing before the reading. A name such as a/b may be the hub's. (rank 0)"""
+    names = "teacher_model student_model eval_data test_data".split()
+    names += ["phase1_weights"] if phase < 2 else []
+    for name in names:
+        path = getattr(args, name) or "."
+        is_name = re.fullmatch(r"[^./][^/]*(/[^/]+)?", path) and not is_file(path)
+        if not os.path.exists(path) and not (is_name and name.endswith("model")):
+            raise InputError(f"--{name} {path}: there is no such file or folder")
+
+
 def begin_phase2(args, student, step):
     """Load the best weights of phase 1. step: steps made so far. (all ranks)"""
     path = args.phase1_weights or f"{args.output_dir}/phase1_best.pt"
     if not on_rank0(os.path.exists, path):
         if args.phase1_weights or step > 0:
             raise InputError(f"{path}: there is no such file; expected weights of phase 1")
-        logging.warning(f"there is no {path}: phase 2 starts from the untrained student")
+        logging.warning(f"there is no {path}: phase 2 starts from the student as it is")
         return
     logging.info(f"Loading {path}")
     try:
@@ -751,43 +750,47 @@ def begin_phase2(args, student, step):
         logging.warning(f"{text}: what is held out here may have been trained on")
 
 
-def save_artifact(args, model):
-    """Save the student as a SentenceTransformer. Returns its folder, a new one. (rank 0)"""
+def save_artifact(args, model, best):
+    """Save the student as a SentenceTransformer, once. Returns its folder. (rank 0)"""
     short = re.sub(r"\W+", "-", Path(args.student_model).name).strip("-")
     mode = "" if args.use_projection else "-mrl"
-    path = Path(args.artifacts_dir) / f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
-    name = path.name
-    for number in itertools.count(2):
+    name = f"distilled-{short}-{model.get_embedding_dimension()}d{mode}"
+    origin = json.dumps({"output_dir": os.path.abspath(args.output_dir), **best}, indent=1)
+    for number in itertools.count(1):
+        path = Path(args.artifacts_dir) / (name if number == 1 else f"{name}-{number}")
+        record = path / "distilled.json"
         if not path.exists():
+            model.save(str(path), create_model_card=False)
+            record.write_text(origin)
+        if record.exists() and record.read_text() == origin:  # else it may be another run's
             break
-        path = path.with_name(f"{name}-{number}")  # what is there may be another run's
-    model.save(str(path), create_model_card=False)
-    logging.info(f"Saved {path}")
+    logging.info(f"Saved {path} (best: {best['phase']}, step {best['step']})")
     return str(path)
 
 
 def finish(args, student, loop, baselines, corpus, vectors, device):
-    """Show the best of each phase beside the untrained student and the teacher; test and save the
-    best one of all. Returns figures for the summary. (all ranks)"""
+    """Show what was reached; test and save the best. Returns figures of the run. (all ranks)"""
     phases = {name: best["metrics"] for name, best in loop["best"].items()}
-    best = max(loop["best"].values(), key=lambda record: record["value"])
+    name = max(phases, key=lambda name: loop["best"][name]["value"])
+    best = {"phase": name, **loop["best"][name]}
     figures = {"best": best, "baselines": baselines, "phases": phases}
     table = {**baselines, **{f"after {name}": metrics for name, metrics in phases.items()}}
     student.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
     if args.test_data:
-        dimensions = vectors.dimensions
-        figures["test_teacher"] = on_rank0(rank_teacher, corpus.test, vectors, dimensions)
+        figures["test_teacher"] = on_rank0(rank_teacher, corpus.test, vectors, vectors.dimensions)
         figures["test"] = evaluate(student, corpus, corpus.test, vectors, device)
-        table.update(test_teacher=figures["test_teacher"], test=figures["test"])
+        table["test_teacher"] = figures["test_teacher"]
+        table[f"test (best: {name}, step {best['step']})"] = figures["test"]
 
     logging.info("Held-out figures, the best of each phase:")
     for who, metrics in table.items():
         text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        logging.info(f"  {who:14} {text}")
+        who = "before training" if who == "untrained" else who
+        logging.info(f"  {who:{max(map(len, table))}}  {text}")
     if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
         logging.warning("training did not make the student better: look at the rates and the data")
     if args.save_to_artifacts:
-        figures["artifacts"] = [on_rank0(save_artifact, args, student.model)]
+        figures["artifacts"] = [on_rank0(save_artifact, args, student.model, best)]
     return figures
 
 
@@ -798,15 +801,13 @@ def main(args):
         text = "comes with code of its own: look at it, then give --trust_remote_code"
         raise InputError(f"--teacher_model {args.teacher_model} {text}")
     state = open_run(args, FREE_ALWAYS + FREE_UNTIL_PHASE2)
-    loop = {"step": 0, "phase": 0, "before": 0, "best": {}}  # before: steps before this phase
-    if state:
-        loop = state["loop"]
+    new_loop = {"step": 0, "phase": 0, "before": 0, "best": {}}  # before: steps before this phase
+    loop = state["loop"] if state else new_loop
     for name in FREE_UNTIL_PHASE2:
         if loop["phase"] == 2 and getattr(args, name) != state["args"][name]:
             raise InputError(f"{name} was {state['args'][name]} when phase 2 began: {HINT}")
-    logging.info("Preparing data loaders...")
-    for name in ("phase1_data", "phase2_data"):
-        logging.info(f"  --{name} {' '.join(getattr(args, name))}")
+    on_rank0(check_paths, args, loop["phase"])
+    logging.info(f"Preparing data loaders... of {args.phase1_data}, {args.phase2_data}")
     folder = read_once(prepare, args)
     corpus = load_corpus(folder, device)
     if args.prepare_only:
@@ -826,16 +827,15 @@ def main(args):
     keep_masks_whole()
     student = Student(model).to(device)
     # measured without a head: random weights would make the student look worse than it is
-    held_out = corpus.held_out
-    untrained = evaluate(student, corpus, held_out, vectors, device, not args.use_projection)
-    teacher = on_rank0(rank_teacher, held_out, vectors, vectors.dimensions)
+    untrained = evaluate(student, corpus, corpus.held_out, vectors, device, not args.use_projection)
+    teacher = on_rank0(rank_teacher, corpus.held_out, vectors, vectors.dimensions)
     baselines = {"untrained": untrained, "teacher": teacher}
     if args.use_projection:
         torch.manual_seed(args.seed)  # the same head on all ranks
         student.add_head(args.projection_hidden, vectors.dimensions)
         student.to(device)
     else:
-        baselines[f"its first {width}"] = on_rank0(rank_teacher, held_out, vectors, width)
+        baselines[f"its first {width}"] = on_rank0(rank_teacher, corpus.held_out, vectors, width)
     dimensions = f"{model.get_embedding_dimension()} of the teacher's {vectors.dimensions}"
     logging.info(f"The student, of {width} dimensions, learns {dimensions}")
 
@@ -866,8 +866,7 @@ def main(args):
 # Reading
 
 # The user's files and models are read once. Training needs only Corpus and Vectors.
-
-READER = 7  # raise it when you change what is read or kept: else an old cache is used
+READER = 8  # raise it when you change what is read or kept: else an old cache is used
 PYDOCS = Path(__file__).resolve().parent / "data" / "pydocs.jsonl.gz"
 # what `datasets` calls the kinds of files, by their endings; each also with .gz
 FORMATS = dict(jsonl="json", json="json", csv="csv", tsv="csv", parquet="parquet", txt="text")
@@ -878,9 +877,9 @@ OPTIONS["tsv"] = {"keep_default_na": False, "sep": "\t", "quoting": 3}
 ALIASES = {"anchor": "query", "question": "query", "answer": "positive", "pos": "positive"}
 ALIASES.update(text="positive", neg="negative")
 NEGATIVES = re.compile(r"negatives?(_\d+)?")  # columns that are all read
-EXPECTED = "expected UTF-8, columns query and positive (or text, for phase 1)"
-EXPECTED += "; in a .csv commas between them, and quotes around texts with commas"
-EXPECTED += "; without a download: pydocs, FILE.jsonl"
+EXPECTED = "expected UTF-8, columns query (or question, anchor) and positive (or answer, pos, text)"
+EXPECTED += " in small letters; in a .csv commas between them, and quotes around texts with commas"
+EXPECTED += "; in a .tsv tabs between them, none in a text; without a download: pydocs, FILE.jsonl"
 
 
 class Row(NamedTuple):
@@ -961,16 +960,16 @@ def read_rows(name, limit, needs_query, cache_dir):
                 continue  # an empty line
             if ending == "csv" and "\n" in "".join(map(str, record.values())):
                 breaks.append(where)
-            if record["positive"] == []:
-                unanswered.append(where)
-            rows.append(parse_row(record, where, ending))
+            if "_id" in record and "query" not in record:  # a corpus.jsonl, see read_beir
+                record["positive"] = f"{record.get('title') or ''} {record['positive'] or ''}"
+            rows.append(parse_row(record, where, ending, unanswered))
     if not rows:
         raise InputError(f"{name} has no rows")
     logging.info(f"{name}: {len(rows):,} of {total:,} rows are read")
     if unread:
         logging.warning(f"{name}: these columns are not read: {', '.join(unread)}")
     warn(breaks, "rows have line breaks within quotes (stray quotes would swallow rows)")
-    warn(unanswered, "rows have no answer")
+    warn(unanswered, "rows have no answer, or an empty one: of them phase 1 reads the query")
     return rows
 
 
@@ -995,8 +994,7 @@ def load_table(files, cache_dir, expected):
     if ending in FORMATS and not os.path.isfile(name):
         raise InputError(f"{name}: there is no such file")
     if os.path.isfile(name) and ending not in FORMATS:
-        text = f"expected one of the endings {' '.join(FORMATS)}, each also with .gz"
-        raise InputError(f"{name}: {text}")
+        raise InputError(f"{name}: expected an ending of {' '.join(FORMATS)}, each also with .gz")
     source = ("microsoft/ms_marco:v1.1" if name == "ms_marco" else name).split(":")
     options = {}
     if ending in FORMATS:
@@ -1031,6 +1029,7 @@ def check_columns(name, table, limit, needs_query):
     if not has_all or "__index_level_0__" in columns:
         raise InputError(f"{name}: found the columns {', '.join(columns)}; {EXPECTED}")
     read = [*filter(NEGATIVES.fullmatch, columns), "query", "positive", "group"]
+    read += ["title"] if "_id" in columns and "query" not in columns else []
     unread = [column for column in columns if column not in read]
     for column in unread:
         values = set(map(str, table[column][:limit]))
@@ -1041,8 +1040,8 @@ def check_columns(name, table, limit, needs_query):
     return dict.fromkeys(unread)
 
 
-def parse_row(record, where, ending):
-    """A record as a Row."""
+def parse_row(record, where, ending, unanswered):
+    """A record as a Row. Where an answer is missing or empty is added to `unanswered`."""
     texts = {"query": [], "positive": [], "negative": []}
     for column, value in record.items():
         name = "negative" if NEGATIVES.fullmatch(column) else column
@@ -1055,12 +1054,12 @@ def parse_row(record, where, ending):
                 raise InputError(f"{where}: {found}, expected a text, or a list in .jsonl")
             texts[name].append(text.strip())
 
-    if not all(texts["positive"]):
-        raise InputError(f"{where}: positive is missing or empty")
+    if not texts["positive"] or "" in texts["positive"]:
+        unanswered.append(where)
     if "query" in record and (len(texts["query"]) != 1 or not all(texts["query"])):
         raise InputError(f"{where}: query is missing or empty, or more than one")
     query = "".join(texts["query"])
-    documents = [(text, 1) for text in texts["positive"]]
+    documents = [(text, 1) for text in texts["positive"] if text]
     documents += [(text, 0) for text in texts["negative"] if text]
     group = record.get("group")
     if group in (None, ""):  # 0 is a group
@@ -1076,8 +1075,9 @@ def read_beir(name, splits):
         files = [path / "qrels" / f"{split}.tsv" for split in splits]
         path = next(filter(Path.exists, files), files[0])
     texts = {"queries": {}, "corpus": {}}  # of each: {name: text}
-    grades = defaultdict(dict)
-    left_out = []
+    grades = defaultdict(dict)  # by the name of the query: two may have one text
+    empty = []
+    unknown = []
     where = path
     try:
         for kind in texts:
@@ -1086,25 +1086,26 @@ def read_beir(name, splits):
                 text = f"{record.get('title') or ''} {record['text']}".strip()
                 texts[kind][str(record["_id"])] = text
                 if not text:
-                    left_out.append(where)
+                    empty.append(where)
         for where, line in lines_of(path):
             query, *_, document, grade = line.split()
             if grade == "score":  # the names of the columns
                 continue
-            query = texts["queries"].get(query)
             document = texts["corpus"].get(document)
-            if query and document:
+            if texts["queries"].get(query) and document:
                 grades[query][document] = int(grade)
             else:
-                left_out.append(where)
+                unknown.append(where)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         expected = "corpus.jsonl, queries.jsonl (_id, text) and qrels (query, document, score)"
         raise InputError(f"{where}: {error!r:.200}; expected BEIR's {expected}") from None
-    warn(left_out, "lines are left out: texts that are empty, or judgments of such or of none")
+    warn(empty, "texts are empty, and left out")
+    warn(unknown, "judgments name a query or a document that is not there, or is empty")
     if not grades:
         raise InputError(f"{path}: no judgments of its texts")
     logging.info(f"{path}: {len(grades):,} judged queries, {len(texts['corpus']):,} texts")
-    rows = [Row(query, list(own.items()), query) for query, own in grades.items()]
+    queries = texts["queries"]
+    rows = [Row(queries[name], list(own.items()), queries[name]) for name, own in grades.items()]
     others = without({"", *documents_of(rows)}, texts["corpus"].values())
     return rows + [Row("", [(text, 1)], text) for text in others]
 
@@ -1118,8 +1119,7 @@ def lines_of(path):
 
 
 def choose_held_out(args, rows):
-    """Groups to hold out: --eval_fraction of them, --eval_samples rows at most. By a hash, so that
-    the split is the same for any order and any seed."""
+    """Groups to hold out, chosen by a hash: the same ones for any order and any seed."""
     sizes = Counter(row.group for row in rows)
     digests = {group: hashlib.sha256(group.encode()).hexdigest() for group in sizes}
     rank_of = {group: int(digest[:16], 16) / 2**64 for group, digest in digests.items()}
@@ -1154,9 +1154,8 @@ def grades_of(rows):
 
 
 def split_texts(args, rows1, rows2, eval_rows, test_rows):
-    """Split the rows of both phases, and number their texts. eval_rows, test_rows: those of
-    --eval_data and --test_data. Returns [(role, text)], and arrays of a Corpus. (Dictionaries stand
-    for sets that keep their order.)"""
+    """Split the rows of both phases, and number their texts. Returns [(role, text)], and arrays of
+    a Corpus. (Dictionaries stand for sets that keep their order.)"""
     right, wrong = grades_of(rows1 + rows2)
     held = {"", *grades_of(eval_rows + test_rows)[0]}  # not their documents: they are for all
 
@@ -1211,14 +1210,13 @@ def split_texts(args, rows1, rows2, eval_rows, test_rows):
         others = list(without(held, others))[: args.eval_distractors]
         eval_rows.append(Row("", [(text, 0) for text in others], ""))
     for name, rows in {"held_out": eval_rows, "test": test_rows}.items():
-        grades, _ = grades_of(rows)
-        grades.pop("", None)
+        judged = [row for row in rows if row.query and max(dict(row.documents).values()) > 0]
         documents = documents_of(rows)
-        index_of = {text: i for i, text in enumerate(documents, start=len(grades))}
+        index_of = {text: i for i, text in enumerate(documents, start=len(judged))}
         answers = []
-        for i, own in enumerate(grades.values()):
-            answers += [(i, index_of[text], grade) for text, grade in own.items()]
-        arrays[f"{name}_queries"] = [id_of("query", text) for text in grades]
+        for i, row in enumerate(judged):
+            answers += [(i, index_of[text], grade) for text, grade in row.documents if grade > 0]
+        arrays[f"{name}_queries"] = [id_of("query", row.query) for row in judged]
         arrays[f"{name}_documents"] = [id_of("document", text) for text in documents]
         arrays[f"{name}_answers"] = np.reshape(answers, (-1, 3))
 
@@ -1249,9 +1247,8 @@ def tokenize(student, texts):
 def load_corpus(folder, device):
     fields = json.loads((folder / "meta.json").read_text())
     fields["groups"] = 8 if device.type == "cpu" else 1
-    arrays = {}
-    for path in folder.glob("*.npy"):
-        arrays[path.stem] = np.asarray(np.load(path, mmap_mode="r"))  # faster without memmap
+    files = folder.glob("*.npy")  # asarray: a memmap is slower
+    arrays = {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in files}
     for kind in ("held_out", "test"):
         fields[kind] = Collection(*[arrays.pop(f"{kind}_{name}") for name in Collection._fields])
     corpus = Corpus(**fields, **arrays)
@@ -1298,7 +1295,7 @@ def with_prompts(model, texts):
 
 def load_student(args, folder):
     """A SentenceTransformer that ends in Normalize, without a head."""
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 
     student = load_model(args, "student", folder, model_kwargs={"dtype": torch.float32})
     name = f"--student_model {args.student_model}"
@@ -1308,18 +1305,18 @@ def load_student(args, folder):
         raise InputError(f"{name} has no maximum length: give --student_max_length")
     most = getattr(student[0].model.config, "max_position_embeddings", math.inf)
     if student.max_seq_length > most:
-        text = f"{name} reads at most {most} tokens"
-        raise InputError(f"{text}; --student_max_length is {student.max_seq_length}")
+        raise InputError(f"{name} reads at most {most} tokens, not {student.max_seq_length}")
     if any(student.prompts.values()) and not student[1].include_prompt:
         hint = "--student_query_prompt= --student_document_prompt= leaves them out"
         raise InputError(f"{name} pools without its prompts: {hint}")
     experts = [p for p, _ in student.named_parameters() if re.search(r"\.experts\.\w+\.", p)]
     if experts and dist.get_world_size() > 1:
-        text = "has experts, which a batch may leave out: DDP would wait for their gradient"
-        raise InputError(f"{name} {text}. One process can train it")
+        raise InputError(f"{name} has experts, which a batch may leave out: use one process")
     if student.truncate_dim is not None:
         logging.warning(f"The student's truncate_dim {student.truncate_dim} is not used")
         student.truncate_dim = None
+    if args.use_projection and any(isinstance(module, Dense) for module in student):
+        logging.warning(f"{name} gets a second, random head; --use_projection=False trains its own")
     if not isinstance(student[-1], Normalize):
         student.append(Normalize())
     for name, parameter in student.named_parameters():
@@ -1329,19 +1326,17 @@ def load_student(args, folder):
 
 
 def teacher_vectors(args, folder, corpus, device):
-    """Let the teacher read all texts. They are dealt to the ranks in blocks, a file each. A block
-    that is there is not computed again: a stopped run goes on, on any number of ranks. Returns
-    Vectors. (all ranks)"""
+    """The teacher's Vectors of all texts. Blocks of them are dealt to the ranks, a file each. One
+    that is there is not computed again, also by another number of ranks. (all ranks)"""
+    starts = range(0, len(corpus.lengths), BLOCK)
     if corpus.teacher is not None:
-        starts = range(BLOCK, len(corpus.teacher), BLOCK)
-        return Vectors("given", np.split(corpus.teacher, starts))
+        return Vectors("given", np.split(corpus.teacher, starts[1:]))
     names = """teacher_model teacher_max_length teacher_query_prompt teacher_document_prompt
         trust_remote_code""".split()
-    key = [READER, [getattr(args, name) for name in names], corpus.texts_hash]
+    key = [7, [getattr(args, name) for name in names], corpus.texts_hash]  # 7: as READER, of this
     key.append(on_rank0(files_of, args.teacher_model))
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     folder_of_vectors = Path(args.cache_dir) / f"teacher-{digest}-{device.type}"
-    starts = range(0, len(corpus.lengths), BLOCK)
     blocks = [folder_of_vectors / f"{start:010}.npy" for start in starts]
     missing = on_rank0(lambda: [i for i, path in enumerate(blocks) if not path.exists()])
     if missing:
@@ -1401,8 +1396,7 @@ def unit_vectors(vectors, texts):
 
 
 def read_vectors(path, texts, cache_dir):
-    """A teacher's unit vectors (n, D) of texts [(role, text)], from a file with the columns vector,
-    and query or text. Raises InputError. (rank 0)"""
+    """A teacher's unit vectors (n, D) of texts [(role, text)], from a file. (rank 0)"""
     expected = "expected the columns vector, and query or text"
     table = load_table([path], cache_dir, expected).with_format("numpy")
     rows = {}
@@ -1411,8 +1405,7 @@ def read_vectors(path, texts, cache_dir):
             for row, text in enumerate(table[column]):
                 rows.setdefault((role, str(text or "").strip()), row)
     if not rows or "vector" not in table.column_names:
-        found = ", ".join(table.column_names)
-        raise InputError(f"{path}: found the columns {found}; {expected}")
+        raise InputError(f"{path}: found the columns {', '.join(table.column_names)}; {expected}")
     dimensions = np.size(table[0]["vector"])
     vectors = np.empty((len(texts), dimensions), np.float32)
     for i, (role, text) in enumerate(texts):
@@ -1428,8 +1421,7 @@ def read_vectors(path, texts, cache_dir):
 
 
 def lsa_vectors(texts, fitted):
-    """The builtin teacher's unit vectors (n, D): latent semantic analysis (Deerwester et al. 1990),
-    that is TF-IDF and a truncated SVD, of the training texts. (rank 0)"""
+    """The builtin teacher's unit vectors (n, D): TF-IDF and a truncated SVD. (rank 0)"""
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -1444,8 +1436,7 @@ def lsa_vectors(texts, fitted):
 
 
 def make_bert(folder, args, texts, layers=1, width=128):
-    """The builtin student: a small BERT with random weights, and a tokenizer that is trained on the
-    training texts. (rank 0)"""
+    """The builtin student: a small BERT with random weights; a tokenizer of the texts. (rank 0)"""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 

@@ -339,7 +339,8 @@ def write_beir(folder):
         judged = {f"d{i * 7 % 130}": 0, f"d{i}": 2, f"e{i}": 1}
         grades[split] += [f"{i}\t{document}\t{grade}" for document, grade in judged.items()]
     grades["test"] = [line.replace("\t", " Q0 ", 1) for line in grades["test"]]  # as TREC writes
-    grades["test"] += ["3 Q0 gone 1", "4 Q0 none 1"]
+    grades["test"] += ["3 Q0 gone 1", "4 Q0 none 1", "again Q0 d5 1"]
+    queries.append({"_id": "again", "text": queries[4]["text"]})  # two queries of one text
     for name, rows in {"corpus": documents, "queries": queries}.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for split, lines in grades.items():
@@ -354,8 +355,10 @@ def test_a_collection_in_the_layout_of_beir(options, tmp_path):
     words += [f"--{name}_data={tmp_path}/beir" for name in ("eval", "test")]
     words += [f"--cache_dir={tmp_path}/cache", f"--artifacts_dir={tmp_path}/models"]
     said = run(*options, *words, f"--output_dir={tmp_path}/out", "--save_to_artifacts")
-    assert "3 lines are left out: texts that are empty, or judgments of such or of none" in said
-    assert f"{tmp_path}/beir/qrels/test.tsv: 26 judged queries" in said
+    assert "1 texts are empty, and left out" in said
+    assert "2 judgments name a query or a document that is not there, or is empty" in said
+    assert f"{tmp_path}/beir/qrels/test.tsv: 27 judged queries" in said
+    assert re.search(r"  before training .*\n.*  test \(best: phase \d, step \d+\) ", said, re.S)
     (read,) = tmp_path.glob("cache/texts-*")
     corpus = script.load_corpus(read, torch.device("cpu"))
     texts = [text for _, text in json.loads((read / "texts.json").read_text())]
@@ -372,9 +375,9 @@ def test_a_collection_in_the_layout_of_beir(options, tmp_path):
     ):
         queries = student.encode([texts[i] for i in part.queries], prompt_name="query")
         documents = student.encode([texts[i] for i in part.documents], prompt_name="document")
-        grades = np.zeros((26, len(documents)))
+        grades = np.zeros((len(queries), len(documents)))
         for query, document, grade in part.answers:
-            grades[query, document - 26] = grade
+            grades[query, document - len(queries)] = grade
         assert set(grades.flat) == {0, 1, 2}
         expected = ndcg_score(grades, queries @ documents.T, k=10)
         assert metrics["ndcg@10"] == pytest.approx(expected, abs=1e-6)
@@ -419,7 +422,7 @@ def test_begin_phase2(trained, step, caplog):
     step.student.add_head(32, len(last_bias))
     step.args.data_hash = "other data"
     script.begin_phase2(step.args, step.student, 0)
-    assert "phase 2 starts from the untrained student" in caplog.text
+    assert "phase 2 starts from the student as it is" in caplog.text
     with pytest.raises(script.InputError, match="there is no such file; expected weights"):
         script.begin_phase2(step.args, step.student, 9)  # of phase 1, not evaluated yet
     step.args.phase1_weights = str(path)
@@ -445,15 +448,17 @@ def test_phases_one_after_the_other(options, trained, tmp_path):
     assert f"Loading {tmp_path}/out/phase1_best.pt" in said
     assert "may have been trained on" not in said
     assert "step=4 phase=2 " in said
-    first, second = sorted(str(path) for path in tmp_path.glob("models/*"))
-    assert second == f"{first}-2" and f"Saved {second}" in said
-    assert Run(tmp_path / "out").summary["artifacts"] == [second]
+    (path,) = tmp_path.glob("models/*")  # phase 2 has not made it better
+    assert f"Saved {path} (best: phase 1, step 2)" in said
+    assert Run(tmp_path / "out").summary["artifacts"] == [str(path)]
     said = run(*options, "--skip_phase1", status=2)
     assert "phase2_lr was 0.0001 when phase 2 began" in said
 
 
 REFUSED_EARLY = {  # options; what is said, before the teacher reads, which takes hours
-    "--max_samples_phase2=12 --global_batch_size=64": "global_batch_size 64: must be from 8 .* to ",
+    "--max_samples_phase2=12 --global_batch_size=64": "pairs to train on in phase 2: give --glob",
+    "--teacher_model=./gone": "--teacher_model ./gone: there is no such file or folder",
+    "--skip_phase1 --phase1_weights=gone.pt": "--phase1_weights gone.pt: there is no such file",
     "--output_dir=/proc/nothing": "--output_dir /proc/nothing is not writable",
     "--output_dir=OUT/used": "another run is at work in .*/used",
     "--output_dir=OUT/old --phase1_lr=1": "phase1_lr is 1.0, and .* has a run with 0.005",
@@ -592,7 +597,14 @@ def test_students(kind, trained, tmp_path, group, caplog):
     texts = script.with_prompts(model, trained.roles_and_texts[::15])
     corpus = trained.corpus._replace(**script.tokenize(model, texts))
     batch = script.make_batch(corpus, teacher_vectors(texts), np.arange(len(texts)))
-    saved = SentenceTransformer(script.save_artifact(args, model), device="cpu")
+    best = {"phase": "phase 1", "step": 9}
+    path = script.save_artifact(args, model, best)
+    assert script.save_artifact(args, model, best) == path  # the same command again: no copy
+    assert script.save_artifact(args, model, {**best, "step": 10}) == f"{path}-2"
+    args.student_model = path
+    script.load_student(args, tmp_path)
+    assert "gets a second, random head; --use_projection=False" in caplog.text
+    saved = SentenceTransformer(path, device="cpu")
     assert saved.prompts["passage"] == "p: "
     with torch.no_grad():
         found = student.eval()(batch).numpy()
@@ -613,7 +625,7 @@ def test_students_that_are_refused(trained, tmp_path, group, monkeypatch):
         script.load_student(args, tmp_path)
     args.student_model = save_network(tmp_path / "short", trained, "Bert")
     args.student_max_length = 100
-    with pytest.raises(script.InputError, match="short reads at most 66 tokens; .* is 100"):
+    with pytest.raises(script.InputError, match="short reads at most 66 tokens, not 100"):
         script.load_student(args, tmp_path)
     config = {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_experts": 2, "d_model": 32}
     args = arguments(

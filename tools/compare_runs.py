@@ -5,8 +5,7 @@
 
 Runs that differ by --seed alone are one row: how many they are, their mean, and their standard
 deviation. Rows come in the order of their validation metric, by which each run chose its best.pt,
-the best first. Test metrics are shown and decide nothing: once you choose by them, they are no test
-any more.
+the best first. Test metrics decide nothing: once you choose by them, they are no test any more.
 
 Runs that measured different things are refused: another script, other data, other tasks, another
 held-out set. Of two runs with the same options and the same seed the second is left out.
@@ -86,8 +85,7 @@ def read_runs(folders):
 
 
 def title_runs(runs):
-    """The runs with a column "options", such as "lr 0.1, width 64": those that differ between runs,
-    but the seed. Says which run is there twice, and leaves it out."""
+    """The runs with a column "options": those that differ, such as "lr 0.1, width 64"."""
     options = [name for name in runs if name.startswith("args/")]
     options = [name for name in options if name.removeprefix("args/") not in IGNORED]
     differing = [name for name in options if runs[name].astype(str).nunique(dropna=False) > 1]
