@@ -786,7 +786,7 @@ def finish(args, student, loop, baselines, corpus, vectors, device):
     for who, metrics in table.items():
         text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         who = "before training" if who == "untrained" else who
-        logging.info(f"  {who:{max(map(len, table))}}  {text}")
+        logging.info(f"  {who:{max(15, *map(len, table))}}  {text}")
     if best["value"] <= baselines["untrained"].get(best["metric"], -math.inf):
         logging.warning("training did not make the student better: look at the rates and the data")
     if args.save_to_artifacts:
