@@ -77,7 +77,7 @@ EVAL_BATCH_SIZE = 32  # sets that a rank validates at a time
 
 def parse_args():
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
-    add = parser.add_argument_group("task").add_argument
+    add = parser.add_argument_group("data").add_argument
     add("--data", nargs="+", type=expanded, default=["data/causal_sets.npz"], help=".npz or zarr")
     add("--tasks", nargs="*", help="classes to predict; where nothing is given: cls")
     add("--targets", nargs="*", default=[], help="numbers to predict")
@@ -93,13 +93,13 @@ def parse_args():
     add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
     add("--head_dim", type=COUNT, default=128, help="hidden width of a head")
 
-    add = parser.add_argument_group("optimization").add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--num_epochs", type=COUNT, default=15, help="passes over the training sets at most")
     add("--lr", type=number(0), default=4e-3, help="peak learning rate")
+    add("--warmup", type=number(0, 1), default=0.3, help="fraction of the run in which lr rises")
     add("--weight_decay", type=number(0), default=5e-5, help="of matrices; biases and norms: 0")
-    add("--warmup", type=number(0, 1), default=0.3, help="share of the run in which lr rises")
 
-    add = parser.add_argument_group("validation, after every epoch").add_argument
+    add = parser.add_argument_group("evaluation, after every epoch").add_argument
     add("--stop_metrics", nargs="+", default=["loss"], help="the first chooses best.pt")
     add("--patience", type=NATURAL, default=0, help="stop after so many epochs without a gain")
     add("--stop_mode", default="any", choices=["any", "all"], help="of --stop_metrics for a gain")
@@ -226,8 +226,8 @@ class CausalSets(Dataset):
 
     def __getitem__(self, item):
         """What the sampler yields -> the Batch."""
-        _, global_ids, positions = item
-        return self.make_batch(global_ids[positions], global_ids)
+        _, global_ids, positions_in_batch = item
+        return self.make_batch(global_ids[positions_in_batch], global_ids)
 
     def make_batch(self, ids, global_ids):
         """The Batch of the sets `ids`, which are some of a global batch."""
@@ -247,18 +247,18 @@ class CausalSets(Dataset):
         return Batch(features.log1p(), sizes, *links, statistics, labels, weights, totals)
 
 
-def split_sets(digests, shares, seed):
-    """(sets,) uint8: 0 train, 1 valid, 2 test, in these shares, rounded. Sets with the same digest
-    are copies, and lie in one part, or sets to train on would also be in the test."""
+def split_sets(digests, fractions, seed):
+    """(sets,) uint8: 0 train, 1 valid, 2 test, in these fractions, rounded. Sets of one digest are
+    copies, and lie in one part, or sets to train on would also be in the test."""
     _, first, copy_of = np.unique(digests, return_index=True, return_inverse=True)
     original = first[copy_of]
     copies = np.flatnonzero(original != np.arange(len(digests)))
     if len(copies) > 0:
         logging.info(f"{len(copies)} sets are copies, such as set {copies[0]}: kept in one part")
     count = len(first)
-    if abs(sum(shares) - 1) > 1e-6 or min(shares) * count < 1:
-        raise InputError(f"--split {shares}: expected sum 1, and one of {count} sets for each part")
-    ends = np.floor(np.cumsum(shares[:2]) * count + 0.5)
+    if abs(sum(fractions) - 1) > 1e-6 or min(fractions) * count < 1:
+        raise InputError(f"--split {fractions}: expected sum 1, and a set of {count} in each part")
+    ends = np.floor(np.cumsum(fractions[:2]) * count + 0.5)
     split = np.zeros(len(digests), np.uint8)
     order = np.random.default_rng(seed).permutation(np.sort(first))
     split[order] = np.digitize(np.arange(count), ends)
@@ -286,9 +286,9 @@ class SumNeighbors(torch.autograd.Function):
 
 
 class MessageLayer(nn.Module):
-    """Messages, normalisation, activation, residual connection, dropout: (N, inputs) -> (N, D)."""
+    """Messages, normalization, activation, residual connection, dropout: (N, inputs) -> (N, D)."""
 
-    def __init__(self, inputs, args):
+    def __init__(self, args, inputs):
         super().__init__()
         self.aggregation = args.messages
         sources = 1 if args.messages == "none" else 3  # itself; or its past, its future, itself
@@ -320,9 +320,9 @@ class CausalSetNet(nn.Module):
     def __init__(self, args, classes):
         super().__init__()
         widths = [len(FEATURES)] + [args.hidden_dim] * (args.num_layers - 1)
-        self.layers = nn.ModuleList([MessageLayer(width, args) for width in widths])
+        self.layers = nn.ModuleList([MessageLayer(args, width) for width in widths])
         self.norm = nn.LayerNorm(2 * args.hidden_dim)
-        self.outputs = list(classes)
+        self.output_names = list(classes)
         self.heads = nn.ModuleList()
         for names in classes.values():
             hidden = nn.Linear(2 * args.hidden_dim + len(STATISTICS), args.head_dim)
@@ -340,11 +340,14 @@ class CausalSetNet(nn.Module):
         maximum = torch.segment_reduce(x.float(), "max", **options)  # ties share its gradient
         # no message tells how many elements lie between two others: so the heads get such numbers
         x = torch.cat([self.norm(torch.cat([mean, maximum], dim=1)), batch.statistics], dim=1)
-        return {name: head(x).float() for name, head in zip(self.outputs, self.heads, strict=True)}
+        heads = zip(self.output_names, self.heads, strict=True)
+        return {name: head(x).float() for name, head in heads}
 
 
 # --------------------------------------------------------------------------------------------------
 # Loss
+
+LOGGED = ["loss"]
 
 
 def batch_loss(outputs, batch):
@@ -415,17 +418,18 @@ def predict(model, data, ids, device):
 
 def evaluate(model, data, ids, device):
     """Returns loss, summed, and OUTPUT/... METRICS; and what `predict` returns. (all ranks)"""
-    outputs = predict(model, data, ids, device)
+    predictions = predict(model, data, ids, device)
     metrics = {"loss": 0.0}
     for i, (name, names) in enumerate(data.classes.items()):
         labels = data.labels[ids, i]
         known = ~np.isnan(labels)
         function = classification if names else regression
         # All ranks decide by these, so one computes them: the last bit may depend on the processor.
-        values = on_rank0(function, outputs[name][known], labels[known], data.facts["scales"][i])
+        scale = data.facts["scales"][i]
+        values = on_rank0(function, predictions[name][known], labels[known], scale)
         metrics["loss"] += values["loss"]
         metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
-    return metrics, outputs
+    return metrics, predictions
 
 
 def is_better(name, value, best, delta=0.0):
@@ -449,160 +453,13 @@ def count_waiting(loop, metrics, epoch, args):
         loop["waited"] += 1
 
 
-def is_best(loop, metrics, args):
+def note_best(loop, metrics, args):
     """Whether the first of --stop_metrics is better than ever. Then it is kept in loop["best"]."""
     name = args.stop_metrics[0]
     if not is_better(name, metrics[name], loop["best"].get("value")):
         return False
     loop["best"] = {"metric": name, "value": metrics[name], "step": loop["step"]}
     return True
-
-
-# --------------------------------------------------------------------------------------------------
-# Train
-
-
-def lr_factor(args, step, steps):
-    """Share of the peak rate: half a cosine up from 1/25, then one to 0 (Smith and Topin 2018)."""
-    rise = round(args.warmup * steps)
-    if step < rise:
-        return 0.04 + 0.96 * (0.5 - 0.5 * math.cos(math.pi * step / rise))
-    return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))
-
-
-def make_optimizer(args, model):
-    # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size.
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-
-
-def train(args, device, data, model, state, log):
-    """Returns why training was stopped, "" if it has ended; and `loop`, its state. (all ranks)"""
-    world_size = dist.get_world_size()
-    # in fp32 an element or link takes up to 3 numbers for each unit of a layer
-    room = room_on_gpu(model, device) / (4 * 3 * args.hidden_dim * args.num_layers)
-    sampler = GlobalBatchSampler(data.part("train"), args, data.cost, room)
-    steps = sampler.steps * args.num_epochs
-    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
-    optimizer = make_optimizer(args, model)
-    autocast = choose_precision(args, device)
-    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0}
-    if state:
-        loop = state["loop"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        state.clear()  # each rank has a copy: free it
-    ddp_model = wrap_ddp(model, args, device)
-    contents = {"loop": loop, "model": model, "data": data.facts}
-    save = functools.partial(save_checkpoint, args=args, log=log, **contents)
-    sampler.start = loop["step"]
-    batches = make_loader(data, sampler, args, device)
-
-    logging.info("Starting distributed training...")
-    bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
-    meter = Meter(["loss"], args, device)
-    reason = ""
-    while loop["step"] < steps and not reason and not 0 < args.patience <= loop["waited"]:
-        step = loop["step"]
-        epoch, position = divmod(step, sampler.steps)
-        if position == 0:
-            logging.info(f"Starting training epoch {epoch}")
-        seed_step(args, step)
-        lr = args.lr * lr_factor(args, step, steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-
-        # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
-        step_loss = torch.zeros(1, device=device)
-        for micro in range(1, sampler.accumulation + 1):
-            batch = meter.next_batch(batches, device)
-            ddp_model.require_backward_grad_sync = micro == sampler.accumulation
-            with autocast():
-                loss = batch_loss(ddp_model(batch), batch)
-            (loss * world_size).backward()  # DDP takes the mean, we want the sum
-            step_loss += loss.detach()
-        norm = update_if_finite(args, optimizer)
-        meter.add(step_loss, norm)
-        loop["step"] += 1
-        bar.update()
-
-        # log, and agree whether to stop
-        must_evaluate = position == sampler.steps - 1
-        must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "epoch": epoch, "lr": lr}
-        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
-
-        # evaluate: all ranks get the same metrics, and so agree on what is best
-        if must_evaluate:
-            metrics, _ = evaluate(model, data, data.part("valid"), device)
-            if not math.isfinite(metrics["loss"]):
-                raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
-            row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": loop["step"], "epoch": epoch, **row})
-            count_waiting(loop, metrics, epoch, args)
-            if is_best(loop, metrics, args):
-                logging.info(f"Found better model at epoch {epoch}.")
-                logging.info(f"Saving checkpoint for model at epoch {epoch}")
-                save("best.pt")
-
-        # save, with what the evaluation has changed
-        if args.keep_every and loop["step"] % args.keep_every == 0:
-            save(f"step_{loop['step']}.pt")
-        if reason or must_save:
-            save("latest.pt", optimizer=optimizer)
-            meter.start()  # neither counts as time of steps
-    bar.close()
-    return reason, loop
-
-
-# --------------------------------------------------------------------------------------------------
-# Main
-
-
-def main(args):
-    device = setup_ddp(args)
-    free_on_resume = "data skip_bad_data num_epochs patience master_addr master_port"
-    state = open_run(args, free_on_resume.split())
-    logging.info("Preparing data loaders...")
-    data = CausalSets(read_once(prepare, args), args)
-    if args.prepare_only:
-        logging.info(f"The data are read: {args.cache_dir}")
-        return 0
-    logging.info("Data split complete:")
-    for name, title in {"train": "Training", "valid": "Validation", "test": "Test"}.items():
-        logging.info(f"  {title + ' samples:':19} {len(data.part(name)):,}")
-    begin_run(args, state, data.hash)
-    split = Path(args.output_dir) / "split.npz"  # by which tools know what was trained on
-    on_rank0(functools.partial(np.savez, split, digests=data.digests, split=data.split))
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = CausalSetNet(args, data.classes).to(device)
-    logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-
-    log = RunLog(args, state)
-    with logging_redirect_tqdm():
-        reason, loop = train(args, device, data, model, state, log)
-    figures = {"steps": loop["step"], "best": loop["best"]}
-    if reason:
-        return log.stop(reason, **figures)
-    if 0 < args.patience <= loop["waited"]:
-        logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
-    logging.info("Training process completed.")
-    logging.info("Starting testing phase...")
-    for stop in STOP_SIGNALS:  # all is saved: from here on they end the process
-        signal.signal(stop, signal.SIG_DFL)
-    model.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
-    ids = data.part("test")
-    metrics, outputs = evaluate(model, data, ids, device)
-    baselines, by_class = on_rank0(report, args, data, ids, metrics, outputs)
-    log.close("finished", **figures, test=metrics, baselines=baselines, classes=by_class)
-    logging.info("Training and testing completed successfully!")
-    return 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Report
 
 
 def report(args, data, ids, metrics, outputs):
@@ -666,7 +523,152 @@ def measure_baselines(data):
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: rank 0 reads the user's files once. Training needs only what `write_sets` has written
+# Train
+
+
+def lr_factor(args, step, steps):
+    """Share of the peak rate: half a cosine up from 1/25, then one to 0 (Smith and Topin 2018)."""
+    warmup_steps = round(args.warmup * steps)
+    if step < warmup_steps:
+        return 0.04 + 0.96 * (0.5 - 0.5 * math.cos(math.pi * step / warmup_steps))
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps))
+
+
+def make_optimizer(args, model):
+    # Weight decay pulls towards zero. That helps matrices; a bias or a norm's scale needs its size.
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=args.lr, weight_decay=args.weight_decay, fused=True)
+
+
+def train(args, device, data, model, state, log):
+    """Returns why training was stopped, "" if it has ended; and `loop`, its state. (all ranks)"""
+    world_size = dist.get_world_size()
+    # in fp32 an element or link takes up to 3 numbers for each unit of a layer
+    room = room_on_gpu(model, device) / (4 * 3 * args.hidden_dim * args.num_layers)
+    sampler = GlobalBatchSampler(data.part("train"), args, data.cost, room)
+    steps = sampler.steps * args.num_epochs
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
+    optimizer = make_optimizer(args, model)
+    autocast = choose_precision(args, device)
+    loop = {"step": 0, "best_values": {}, "best": {}, "waited": 0}
+    if state:
+        loop = state["loop"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        state.clear()  # each rank has a copy: free it
+    ddp_model = wrap_ddp(model, args, device)
+    contents = {"loop": loop, "model": model, "data": data.facts}
+    save = functools.partial(save_checkpoint, args=args, log=log, **contents)
+    sampler.start = loop["step"]
+    batches = make_loader(data, sampler, args, device)
+
+    logging.info("Starting distributed training...")
+    bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
+    meter = Meter(LOGGED, args, device)
+    reason = ""
+    while loop["step"] < steps and not reason and not 0 < args.patience <= loop["waited"]:
+        step = loop["step"]
+        epoch, position = divmod(step, sampler.steps)
+        if position == 0:
+            logging.info(f"Starting training epoch {epoch}")
+        seed_step(args, step)
+        lr = args.lr * lr_factor(args, step, steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
+        metrics = torch.zeros(len(LOGGED), device=device)
+        for micro in range(1, sampler.accumulation + 1):
+            batch = meter.next_batch(batches, device)
+            ddp_model.require_backward_grad_sync = micro == sampler.accumulation
+            with autocast():
+                loss = batch_loss(ddp_model(batch), batch)
+            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            metrics += loss.detach()
+        norm = update_if_finite(args, optimizer)
+        meter.add(metrics, norm)
+        loop["step"] += 1
+        bar.update()
+
+        # log, and agree whether to stop
+        must_evaluate = position == sampler.steps - 1
+        must_save = loop["step"] % args.save_every == 0 or must_evaluate
+        log_row = {"step": loop["step"], "epoch": epoch, "lr": lr}
+        reason = meter.log_and_agree(log, log_row, sampler.global_batch, must_save)
+
+        # evaluate: all ranks get the same metrics, and so agree on what is best
+        if must_evaluate:
+            val_metrics, _ = evaluate(model, data, data.part("valid"), device)
+            if not math.isfinite(val_metrics["loss"]):
+                raise RuntimeError(f"the validation loss is {val_metrics['loss']}: a lower --lr?")
+            val_row = {f"val/{name}": value for name, value in val_metrics.items()}
+            log.write({"step": loop["step"], "epoch": epoch, **val_row})
+            count_waiting(loop, val_metrics, epoch, args)
+            if note_best(loop, val_metrics, args):
+                logging.info(f"Found better model at epoch {epoch}.")
+                logging.info(f"Saving checkpoint for model at epoch {epoch}")
+                save("best.pt")
+
+        # save, with what the evaluation has changed
+        if args.keep_every and loop["step"] % args.keep_every == 0:
+            save(f"step_{loop['step']}.pt")
+        if reason or must_save:
+            save("latest.pt", optimizer=optimizer)
+            meter.start()  # neither counts as time of steps
+    bar.close()
+    return reason, loop
+
+
+# --------------------------------------------------------------------------------------------------
+# Main
+
+
+def main(args):
+    device = setup_ddp(args)
+    free_on_resume = "data skip_bad_data num_epochs patience master_addr master_port".split()
+    state = open_run(args, free_on_resume)
+    logging.info("Preparing data loaders...")
+    data = CausalSets(read_once(prepare, args), args)
+    if args.prepare_only:
+        logging.info(f"The data are read: {args.cache_dir}")
+        return 0
+    logging.info("Data split complete:")
+    for name, title in {"train": "Training", "valid": "Validation", "test": "Test"}.items():
+        logging.info(f"  {title + ' samples:':19} {len(data.part(name)):,}")
+    begin_run(args, state, data.hash)
+    split = Path(args.output_dir) / "split.npz"  # by which tools know what was trained on
+    on_rank0(functools.partial(np.savez, split, digests=data.digests, split=data.split))
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    model = CausalSetNet(args, data.classes).to(device)
+    logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+
+    log = RunLog(args, state)
+    with logging_redirect_tqdm():
+        reason, loop = train(args, device, data, model, state, log)
+    figures = {"steps": loop["step"], "best": loop["best"]}
+    if reason:
+        return log.stop(reason, **figures)
+    if 0 < args.patience <= loop["waited"]:
+        logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
+    logging.info("Training process completed.")
+    logging.info("Starting testing phase...")
+    for stop in STOP_SIGNALS:  # all is saved: from here on they end the process
+        signal.signal(stop, signal.SIG_DFL)
+    model.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
+    ids = data.part("test")
+    metrics, outputs = evaluate(model, data, ids, device)
+    baselines, by_class = on_rank0(report, args, data, ids, metrics, outputs)
+    log.close("finished", **figures, test=metrics, baselines=baselines, classes=by_class)
+    logging.info("Training and testing completed successfully!")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+# Rank 0 reads the user's files once. Training needs only what `write_sets` has written.
 
 # Names in stores of QuantumGrav.jl and of its Python package. The first that is there is read.
 ADJACENCY = ["adjacency_matrix", "adj"]  # all related pairs
@@ -674,7 +676,7 @@ LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
 PAIRS = "link_pairs"  # the same as rows (i, j), of all sets, ...
 PAIR_COUNTS = "link_counts"  # ... and how many rows each set has
 RELATIONS = [*ADJACENCY, *LINKS, PAIRS]
-SIZES = ["atomcount", "cset_size"]
+SIZE_ARRAYS = ["atomcount", "cset_size"]
 COUNTS = ["num_samples", "num_causal_sets"]  # sets in use, of those that a store has room for
 READER = 9  # raise it when you change what is read or kept: else an old cache is used
 
@@ -694,7 +696,7 @@ def expect(condition, text):
 @functools.lru_cache(maxsize=2)
 def open_arrays(path, outputs):
     """{name: array} of an .npz file or a folder of a zarr store; those not needed are empty."""
-    needed = {*RELATIONS, PAIR_COUNTS, *SIZES, *COUNTS, *outputs}
+    needed = {*RELATIONS, PAIR_COUNTS, *SIZE_ARRAYS, *COUNTS, *outputs}
     if path.is_dir():
         import zarr
 
@@ -727,7 +729,7 @@ def list_units(path, outputs):
         name = choose(arrays, *RELATIONS)
         counted = choose(arrays, PAIR_COUNTS) if name == PAIRS else name
         count = arrays[counted].shape[0]
-        shapes = {other: (count,) for other in [*outputs, choose(arrays, *SIZES)]}
+        shapes = {other: (count,) for other in [*outputs, choose(arrays, *SIZE_ARRAYS)]}
         if name == PAIRS:
             shapes[name] = (int(arrays[counted][...].sum()), 2)
         for other, expected in shapes.items():
@@ -750,7 +752,7 @@ def read_unit(unit, outputs):
     if ids is None:
         yield str(path), {name: array[...] for name, array in arrays.items()}
         return
-    names = [*outputs, choose(arrays, *SIZES), choose(arrays, *RELATIONS)]
+    names = [*outputs, choose(arrays, *SIZE_ARRAYS), choose(arrays, *RELATIONS)]
     columns = {name: arrays[name][ids.start : ids.stop] for name in names if name != PAIRS}
     if PAIRS in names:
         ptr = np.insert(np.cumsum(arrays[PAIR_COUNTS][: ids.stop]), 0, 0)[ids.start :]
@@ -780,7 +782,7 @@ def relations_of(values):
     past (all such i, or the links only). ValueError where the input is malformed."""
     name = choose(values, *RELATIONS)
     given = values[name]
-    size = choose(values, *SIZES) if name == PAIRS else choose(values, *SIZES, name)
+    size = choose(values, *SIZE_ARRAYS) if name == PAIRS else choose(values, *SIZE_ARRAYS, name)
     n = len(given) if size == name else number_of(values[size], size)
     expect(2 <= n <= 32767, f"{n} elements; expected 2 to 32767")
     if name == PAIRS:
@@ -913,8 +915,8 @@ def write_unit(unit, args, folder):
     (folder / "labels.json").write_text(json.dumps([rows, bad]))
 
 
-def write_sets(args, digest, new):
-    """Read --data with all cores, unit by unit, into the folder `new`. (rank 0)"""
+def write_sets(args, digest, folder):
+    """Read --data with all cores, unit by unit, into the folder. (rank 0)"""
     rows = []
     bad = []
     reading = f"{args.cache_dir}/reading-{digest[:16]}"
@@ -924,11 +926,11 @@ def write_sets(args, digest, new):
             cores = len(os.sched_getaffinity(0))
             options = argparse.Namespace(num_workers=min(len(items) - 1, cores))
             loader = make_loader(Units(), items, options, torch.device("cpu"))
-            for folder in tqdm(loader, desc=path.name, total=len(items), disable=None):
+            for unit_folder in tqdm(loader, desc=path.name, total=len(items), disable=None):
                 for name in ARRAYS:
-                    with open(new / f"{name}.bin", "ab") as file:
-                        file.write((folder / f"{name}.bin").read_bytes())
-                more, wrong = json.loads((folder / "labels.json").read_text())
+                    with open(folder / f"{name}.bin", "ab") as file:
+                        file.write((unit_folder / f"{name}.bin").read_bytes())
+                more, wrong = json.loads((unit_folder / "labels.json").read_text())
                 rows += more
                 bad += wrong
         except Exception as error:  # zarr and its decoders raise many kinds; a worker adds lines
@@ -949,11 +951,11 @@ def write_sets(args, digest, new):
         columns[i] = [numbers.get(label, math.nan) for label in columns[i]]
         classes[task] = list(map(str, found))
     labels = np.array(columns, np.float64).T
-    np.save(new / "labels.npy", labels)
-    digests = (new / "digests.bin").read_bytes()
+    np.save(folder / "labels.npy", labels)
+    digests = (folder / "digests.bin").read_bytes()
     content = hashlib.sha256(json.dumps(classes).encode() + labels.tobytes() + digests)
     meta = {"classes": classes, "hash": content.hexdigest()[:12], "names": names}
-    (new / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").write_text(json.dumps(meta))
     shutil.rmtree(reading, ignore_errors=True)
 
 

@@ -181,7 +181,7 @@ def test_patience(options, epochs):
         assert not 0 < args.patience <= loop["waited"]
         metrics = dict(zip(args.stop_metrics, values, strict=True))
         script.count_waiting(loop, metrics, loop["step"], args)
-        script.is_best(loop, metrics, args)
+        script.note_best(loop, metrics, args)
     assert 0 < args.patience <= loop["waited"]
     values = [row[0] for row in epochs]
     best = min(values) if args.stop_metrics[0] == "loss" else max(values)
