@@ -9,20 +9,21 @@ random orders like them; and numbers (targets), such as a curvature.
     torchrun --standalone --nproc_per_node=2 run_train_quantumgrav_ddp.py
     mpiexec -n 12 python run_train_quantumgrav_ddp.py --lr 3e-4 --output_dir outputs/x    # or srun
 
-Data (--data): .npz files or zarr stores of arrays that count the sets by their first axis:
-adjacency_matrix (sets, N, N), 1 where i is in the past of j, which needs i < j; atomcount, the
-elements of each set; for each task whole numbers (below 0 or NaN: not known) or names; for each
-target numbers (NaN: not known). For large sets, in place of matrices, link_pairs (links, 2), the
-links (i, j) of all sets, and link_counts, how many each set has. Or zarr stores with groups cset_0,
-cset_1, ... of such arrays. Other names: see ADJACENCY in the script.
+Data (--data): .npz files or zarr stores of arrays whose first axis counts the sets; or stores of a
+group of such arrays for each set, cset_0, cset_1, ... Of two names the first that is there is read:
+adjacency_matrix or adj (sets, N, N), 1 where i is in the past of j, which needs i < j; or, of links
+alone, link_matrix or linkmat; or, for large sets, link_pairs (links, 2), the links (i, j) of all
+sets, and link_counts, how many each set has; atomcount or cset_size, the elements of each set;
+num_samples or num_causal_sets, the sets in use; for each task whole numbers (below 0 or NaN: not
+known) or names; for each target numbers (NaN: not known).
 
 Logged, over all ranks: step, epoch, lr, loss (summed over tasks and targets), grad_norm (before
-clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait (share of time),
-peak_gb (of a GPU). After every epoch: val/loss, and METRICS of each task and target.
+clipping), skipped (steps whose gradient was not finite), samples_per_s, data_wait (part of the
+time), peak_gb (of a GPU). After every epoch: val/loss, and METRICS of each task and target.
 
 Files in --output_dir: latest.pt, from which the same command goes on; best.pt, step_N.pt;
 metrics.jsonl; split.npz (what was trained on); at the end summary.json, curves.png, predictions.npz
-(test). In docstrings "(all ranks)": all must call it, in the same order; "(rank 0)": only that.
+(test). "(all ranks)": every rank must call it, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -92,6 +93,7 @@ def parse_args():
     add("--messages", default="mean", choices=["mean", "sum", "none"], help="how added up")
     add("--dropout", type=number(0, 1), default=0.0, help="after each layer")
     add("--head_dim", type=COUNT, default=128, help="hidden width of a head")
+    add("--start_from", type=expanded, help="weights to begin with: best.pt of another run")
 
     add = parser.add_argument_group("training").add_argument
     add("--num_epochs", type=COUNT, default=15, help="passes over the training sets at most")
@@ -104,7 +106,7 @@ def parse_args():
     add("--patience", type=NATURAL, default=0, help="stop after so many epochs without a gain")
     add("--stop_mode", default="any", choices=["any", "all"], help="of --stop_metrics for a gain")
     add("--delta", type=number(0), default=0.0, help="a gain must be larger than this")
-    add("--grace", type=NATURAL, default=0, help="epochs at the start that --patience ignores")
+    add("--grace", type=NATURAL, help="epochs that --patience ignores; None: those of the warm-up")
 
     add = parser.add_argument_group("as in config files of QuantumGrav").add_argument
     add("--world_size", dest="nproc_per_node", type=COUNT, default=1, help="as --nproc_per_node")
@@ -170,9 +172,9 @@ class Batch(NamedTuple):
 
 class CausalSets(Dataset):
     """What `prepare` has written, mapped into memory that the ranks of a node share. facts: what a
-    network knows of the data it was trained on; None: found in this data."""
+    network knows of its data; None: found in these. begun: of a network that goes on with these."""
 
-    def __init__(self, folder, args, facts=None):
+    def __init__(self, folder, args, facts=None, begun=None):
         meta = json.loads((folder / "meta.json").read_text())
         self.hash = meta["hash"]
         self.names = np.array(meta["names"], object)  # where each set is from
@@ -181,8 +183,7 @@ class CausalSets(Dataset):
         # np.asarray: still mapped, and faster than np.memmap itself
         self.features, self.past, self.future, *of_sets = map(np.asarray, arrays)
         self.raw_statistics, self.digests = of_sets
-        self.sizes = self.raw_statistics[:, STATISTICS.index("elements")].astype(np.int64)
-        self.links = self.raw_statistics[:, STATISTICS.index("links")].astype(np.int64)
+        self.sizes, _, self.links = self.raw_statistics[:, :3].T.astype(np.int64)
         self.cost = self.sizes + self.links  # time and memory of a set grow with it
         # set i has the rows node_ptr[i] : node_ptr[i + 1] of features; link_ptr: of past and future
         self.node_ptr = np.concatenate([[0], np.cumsum(self.sizes)])
@@ -190,14 +191,23 @@ class CausalSets(Dataset):
 
         values = np.hstack([self.labels, np.log1p(self.raw_statistics)])
         if facts is None:
-            self.split = split_sets(self.digests, args.split, args.split_seed)
+            # sets of one digest are copies; the original is the first of them
+            _, first, copy_of = np.unique(self.digests, return_index=True, return_inverse=True)
+            self.split = split_sets(first[copy_of], args.split, args.split_seed)
             classes = meta["classes"]  # {task: names of its classes, target: []}
-            self.say_what_is_known(classes)
+            self.say_what_is_known(classes, first[copy_of])
             is_class = [len(names) > 0 for names in classes.values()] + [False] * len(STATISTICS)
             # a class is left as it is: where all are 0 the mean is 0, and the scale 1
-            scaler = StandardScaler().fit(np.where(is_class, 0, values[self.part("train")]))
+            train = self.part("train")
+            scaler = StandardScaler().fit(np.where(is_class, 0, values[train]))
             facts = {"classes": classes, "means": scaler.mean_.tolist()}
             facts["scales"] = scaler.scale_.tolist()
+            facts["sizes"] = [int(self.sizes[train].min()), int(self.sizes[train].max())]
+            if begun:  # a network goes on with the means and scales of its own data
+                for key in ("means", "scales"):
+                    facts[key][len(classes) :] = begun[key][len(begun["classes"]) :]
+                    for i, k in find_same(classes, begun["classes"]).items():
+                        facts[key][i] = begun[key][k]
         self.facts = facts
         self.classes = facts["classes"]
         values = np.nan_to_num((values - facts["means"]) / facts["scales"]).astype(np.float32)
@@ -207,8 +217,15 @@ class CausalSets(Dataset):
             ids = np.flatnonzero((self.weights[:, i] > 0) & (self.split == 0))
             self.weights[ids, i] = compute_sample_weight("balanced", self.labels[ids, i])
 
-    def say_what_is_known(self, classes):
-        """Of each part: the sets of each class, the range of targets. InputError: too few."""
+    def say_what_is_known(self, classes, original):
+        """Copies; in each part the sets of a class, the range of a target. InputError: too few."""
+        copies = np.flatnonzero(original != np.arange(len(original)))
+        if len(copies) > 0:
+            logging.info(f"{len(copies)} sets are copies, such as set {copies[0]}: in one part")
+        odd = np.flatnonzero(np.nan_to_num(self.labels - self.labels[original]).any(axis=1))
+        if len(odd) > 0:
+            pair = " and ".join(self.names[[odd[0], original[odd[0]]]])
+            logging.warning(f"{len(odd)} copies have other labels, such as {pair}")
         for part, (i, (output, names)) in itertools.product(PARTS, enumerate(classes.items())):
             labels = self.labels[self.part(part), i]
             found, counts = np.unique(labels[~np.isnan(labels)], return_counts=True)
@@ -247,20 +264,22 @@ class CausalSets(Dataset):
         return Batch(features.log1p(), sizes, *links, statistics, labels, weights, totals)
 
 
-def split_sets(digests, fractions, seed):
-    """(sets,) uint8: 0 train, 1 valid, 2 test, in these fractions, rounded. Sets of one digest are
-    copies, and lie in one part, or sets to train on would also be in the test."""
-    _, first, copy_of = np.unique(digests, return_index=True, return_inverse=True)
-    original = first[copy_of]
-    copies = np.flatnonzero(original != np.arange(len(digests)))
-    if len(copies) > 0:
-        logging.info(f"{len(copies)} sets are copies, such as set {copies[0]}: kept in one part")
+def find_same(classes, others):
+    """{number of an output: its number in others}, where these have it with the same classes"""
+    same = [name for name, names in classes.items() if others.get(name) == names]
+    return {list(classes).index(name): list(others).index(name) for name in same}
+
+
+def split_sets(original, fractions, seed):
+    """(sets,) uint8: 0 train, 1 valid, 2 test, in these fractions, rounded. A copy lies in the part
+    of its original, or sets to train on would also be in the test."""
+    first = np.unique(original)
     count = len(first)
     if abs(sum(fractions) - 1) > 1e-6 or min(fractions) * count < 1:
         raise InputError(f"--split {fractions}: expected sum 1, and a set of {count} in each part")
     ends = np.floor(np.cumsum(fractions[:2]) * count + 0.5)
-    split = np.zeros(len(digests), np.uint8)
-    order = np.random.default_rng(seed).permutation(np.sort(first))
+    split = np.zeros(len(original), np.uint8)
+    order = np.random.default_rng(seed).permutation(first)
     split[order] = np.digitize(np.arange(count), ends)
     return split[original]
 
@@ -322,7 +341,7 @@ class CausalSetNet(nn.Module):
         widths = [len(FEATURES)] + [args.hidden_dim] * (args.num_layers - 1)
         self.layers = nn.ModuleList([MessageLayer(args, width) for width in widths])
         self.norm = nn.LayerNorm(2 * args.hidden_dim)
-        self.output_names = list(classes)
+        self.classes = classes
         self.heads = nn.ModuleList()
         for names in classes.values():
             hidden = nn.Linear(2 * args.hidden_dim + len(STATISTICS), args.head_dim)
@@ -340,8 +359,36 @@ class CausalSetNet(nn.Module):
         maximum = torch.segment_reduce(x.float(), "max", **options)  # ties share its gradient
         # no message tells how many elements lie between two others: so the heads get such numbers
         x = torch.cat([self.norm(torch.cat([mean, maximum], dim=1)), batch.statistics], dim=1)
-        heads = zip(self.output_names, self.heads, strict=True)
-        return {name: head(x).float() for name, head in heads}
+        return {name: head(x).float() for name, head in zip(self.classes, self.heads, strict=True)}
+
+
+def load_network(path):
+    """(network, options of its run, what it knows of its data) of a checkpoint. (rank 0)"""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        options = argparse.Namespace(**state["args"])
+        network = CausalSetNet(options, state["data"]["classes"])
+        network.load_state_dict(state["model"])
+        return network, options, state["data"]
+    except Exception as error:  # there is no such file, or it holds something else
+        text = f"expected best.pt, step_N.pt or latest.pt of {Path(__file__).name}"
+        raise InputError(f"{path}: {type(error).__name__}; {text}") from None
+
+
+def take_over(args, model, classes, network, options):
+    """Begin with the weights of a network. Heads that it has not, or of other classes, are new."""
+    for name in ("hidden_dim", "num_layers", "messages", "head_dim"):
+        needed = getattr(options, name)
+        if getattr(args, name) != needed:
+            raise InputError(f"--start_from {args.start_from}: it needs --{name} {needed}")
+    model.layers.load_state_dict(network.layers.state_dict())
+    model.norm.load_state_dict(network.norm.state_dict())
+    same = find_same(classes, network.classes)
+    for i, k in same.items():
+        model.heads[i] = network.heads[k]
+    taken = [name for i, name in enumerate(classes) if i in same]
+    new = [name for name in classes if name not in taken]
+    logging.info(f"--start_from {args.start_from}: heads taken over: {taken}; new: {new}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -352,9 +399,8 @@ LOGGED = ["loss"]
 
 def batch_loss(outputs, batch):
     """What this micro-batch adds to the loss of the global batch: for each task the mean cross
-    entropy, for each target the mean squared error of standardized values, summed. The mean of the
-    ranks' means is not the mean, where they have different numbers of labels. So we divide by the
-    weights of the whole global batch, and sum over micro-batches and ranks (see `train`)."""
+    entropy, for each target the mean squared error of standardized values, summed. Parts have
+    different numbers of labels: so each is divided by the weights of the whole global batch."""
     loss = 0.0
     for i, output in enumerate(outputs.values()):
         labels = batch.labels[:, i]
@@ -449,7 +495,7 @@ def count_waiting(loop, metrics, epoch, args):
     if len(gained) >= needed:
         loop["best_values"].update(gained)
         loop["waited"] = 0
-    elif epoch >= args.grace:
+    elif epoch >= (args.warmup * args.num_epochs if args.grace is None else args.grace):
         loop["waited"] += 1
 
 
@@ -608,7 +654,6 @@ def train(args, device, data, model, state, log):
             count_waiting(loop, val_metrics, epoch, args)
             if note_best(loop, val_metrics, args):
                 logging.info(f"Found better model at epoch {epoch}.")
-                logging.info(f"Saving checkpoint for model at epoch {epoch}")
                 save("best.pt")
 
         # save, with what the evaluation has changed
@@ -627,21 +672,26 @@ def train(args, device, data, model, state, log):
 
 def main(args):
     device = setup_ddp(args)
-    free_on_resume = "data skip_bad_data num_epochs patience master_addr master_port".split()
+    free_on_resume = "data skip_bad_data num_epochs patience grace master_addr master_port".split()
     state = open_run(args, free_on_resume)
+    begun = state["data"] if state else None
+    if args.start_from and not state:
+        *start, begun = on_rank0(load_network, args.start_from)
     logging.info("Preparing data loaders...")
-    data = CausalSets(read_once(prepare, args), args)
+    data = CausalSets(read_once(prepare, args), args, begun=begun)
     if args.prepare_only:
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
-    logging.info("Data split complete:")
     for name, title in {"train": "Training", "valid": "Validation", "test": "Test"}.items():
         logging.info(f"  {title + ' samples:':19} {len(data.part(name)):,}")
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    model = CausalSetNet(args, data.classes)
+    if args.start_from and not state:
+        take_over(args, model, data.classes, *start)
     begin_run(args, state, data.hash)
     split = Path(args.output_dir) / "split.npz"  # by which tools know what was trained on
     on_rank0(functools.partial(np.savez, split, digests=data.digests, split=data.split))
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = CausalSetNet(args, data.classes).to(device)
+    model.to(device)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
     log = RunLog(args, state)
@@ -652,7 +702,6 @@ def main(args):
         return log.stop(reason, **figures)
     if 0 < args.patience <= loop["waited"]:
         logging.info(f"Stopped early: no gain in {loop['waited']} epochs.")
-    logging.info("Training process completed.")
     logging.info("Starting testing phase...")
     for stop in STOP_SIGNALS:  # all is saved: from here on they end the process
         signal.signal(stop, signal.SIG_DFL)
@@ -661,31 +710,31 @@ def main(args):
     metrics, outputs = evaluate(model, data, ids, device)
     baselines, by_class = on_rank0(report, args, data, ids, metrics, outputs)
     log.close("finished", **figures, test=metrics, baselines=baselines, classes=by_class)
-    logging.info("Training and testing completed successfully!")
+    logging.info("Training and evaluation completed successfully!")
     return 0
 
 
 # --------------------------------------------------------------------------------------------------
 # Reading
 
-# Rank 0 reads the user's files once. Training needs only what `write_sets` has written.
-
-# Names in stores of QuantumGrav.jl and of its Python package. The first that is there is read.
-ADJACENCY = ["adjacency_matrix", "adj"]  # all related pairs
-LINKS = ["link_matrix", "linkmat"]  # those with nothing between them
-PAIRS = "link_pairs"  # the same as rows (i, j), of all sets, ...
-PAIR_COUNTS = "link_counts"  # ... and how many rows each set has
+# Rank 0 reads the user's files once. Training needs only what `write_sets` has written. The names
+# are those of stores of QuantumGrav.jl and of its Python package.
+ADJACENCY = ["adjacency_matrix", "adj"]
+LINKS = ["link_matrix", "linkmat"]
+PAIRS = "link_pairs"
+PAIR_COUNTS = "link_counts"
 RELATIONS = [*ADJACENCY, *LINKS, PAIRS]
 SIZE_ARRAYS = ["atomcount", "cset_size"]
-COUNTS = ["num_samples", "num_causal_sets"]  # sets in use, of those that a store has room for
+COUNTS = ["num_samples", "num_causal_sets"]
 READER = 9  # raise it when you change what is read or kept: else an old cache is used
 
 
-def choose(arrays, *names):
+def choose(arrays, *names, option=""):
     for name in names:
         if name in arrays:
             return name
-    raise ValueError(f"has {', '.join(arrays) or 'nothing'}; expected {' or '.join(names)}")
+    found = ", ".join(arrays) or "none"
+    raise ValueError(f"found the arrays {found}; expected {' or '.join(names)}{option}")
 
 
 def expect(condition, text):
@@ -733,7 +782,7 @@ def list_units(path, outputs):
         if name == PAIRS:
             shapes[name] = (int(arrays[counted][...].sum()), 2)
         for other, expected in shapes.items():
-            shape = arrays[choose(arrays, other)].shape
+            shape = arrays[choose(arrays, other, option=" (of --tasks or --targets)")].shape
             expect(shape == expected, f"{other} has shape {shape}; {counted} needs {expected}")
         # about 1 MB, or a chunk of a store, which is decompressed at once
         chunk = 1 if name == PAIRS else getattr(arrays[name], "chunks", [1])[0]
@@ -761,19 +810,24 @@ def read_unit(unit, outputs):
         yield f"{path}: set {number}", {name: column[i] for name, column in columns.items()}
 
 
-def number_of(value, name, is_target=False):
-    """A size or a label, -1 where it is not known; a label may be a name. Or a target, or NaN."""
+def number_of(value, name, option=""):
+    """Of a size, or of --tasks, a whole number, -1 where it is not known; of --tasks it may be a
+    name. Of --targets: a number, or NaN."""
     number = np.asarray(value).item()
     if isinstance(number, bytes):
         number = number.decode()
-    if is_target:
-        expect(not math.isinf(float(number)), f"{name} is {number}; expected a number or NaN")
-        return float(number)
+    if option == "--targets":
+        with contextlib.suppress(ValueError):
+            number = float(number)
+        is_sound = isinstance(number, float) and not math.isinf(number)
+        expect(is_sound, f"{name} is {number}; expected a number or NaN (names are for --tasks)")
+        return number
     if isinstance(number, str) and not number.strip().removeprefix("-").isdecimal():
         return -1 if number.strip() in ("", "nan") else number.strip()  # a name, such as mink2
     if isinstance(number, float) and math.isnan(number):
         return -1
-    expect(float(number).is_integer(), f"{name} is {number}; expected a whole number")
+    hint = " (others are for --targets)" if option else ""
+    expect(float(number).is_integer(), f"{name} is {number}; expected a whole number{hint}")
     return int(number)
 
 
@@ -801,7 +855,9 @@ def relations_of(values):
     expect(matrix.any(), f"{name} has no pairs at all: is a chunk of the store missing?")
     if not np.triu(matrix).any():
         matrix = matrix.T  # as arrays of Julia arrive
-    expect(not np.tril(matrix).any(), f"{name} has pairs with i >= j: a cycle, or not sorted")
+    expect(not matrix.diagonal().any(), f"{name} has pairs with i == j; expected 0 for these")
+    text = "a cycle, or not sorted, such as by the number of elements in the past"
+    expect(not np.tril(matrix).any(), f"{name} has pairs with i > j: {text}")
     rows = np.packbits(matrix[:n, :n].T, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in rows]
 
@@ -861,7 +917,7 @@ def describe(values):
     links, past = links_of(relations)
     in_degree = list(map(len, links))
     if name in ADJACENCY:
-        expect(past == relations, f"{name} is not transitive; expected all related pairs")
+        expect(past == relations, f"{name} is not transitive; links alone go under link_matrix")
     else:
         expect(in_degree == list(map(int.bit_count, relations)), f"{name} has pairs besides links")
     reversed_links = [[] for _ in links]
@@ -903,8 +959,9 @@ def write_unit(unit, args, folder):
         try:
             row = [name]
             for output in args.outputs:
-                value = values[choose(values, output)]
-                row.append(number_of(value, output, output in args.targets))
+                option = "--targets" if output in args.targets else "--tasks"
+                value = values[choose(values, output, option=f" (of {option})")]
+                row.append(number_of(value, output, option))
             for key, array in describe(values).items():
                 arrays[key].append(array.tobytes())
             rows.append(row)
@@ -937,10 +994,11 @@ def write_sets(args, digest, folder):
             text = (str(error).strip() or repr(error)).splitlines()[-1]
             raise InputError(f"{path}: {text} (--help has the format)") from error
     if bad:
-        text = "\n  ".join([f"{len(bad)} of {len(rows) + len(bad)} sets are bad:", *bad[:20]])
-        if not args.skip_bad_data or not rows:
-            raise InputError(f"{text}\n(--skip_bad_data leaves them out)")
-        logging.warning(text)
+        lines = "\n  ".join(["", *bad[:20]])
+        if not rows or not args.skip_bad_data:
+            hint = "--skip_bad_data leaves them out" if rows else "none is left"
+            raise InputError(f"{len(bad)} bad sets; {hint}:{lines}")
+        logging.warning(f"{len(bad)} bad sets are left out:{lines}")
 
     classes = dict.fromkeys(args.outputs, [])
     names, *columns = [list(column) for column in zip(*rows, strict=True)]
@@ -964,7 +1022,7 @@ def prepare(args):
     key = [READER, args.tasks, args.targets]
     for path in map(Path, args.data):
         if not path.exists():
-            raise InputError(f"--data {path} is not there (tools/make_causal_sets.py makes one)")
+            raise InputError(f"--data {path}: there is no such file: make_causal_sets.py makes one")
         stats = [file.stat() for file in [path, *sorted(path.rglob("*"))]]
         key.append([str(path.resolve()), [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()

@@ -218,7 +218,7 @@ REFUSED = {  # name: what writes it, and a part of the one line
     "short.npz": (partial(write, kind=np.ones(SETS - 1)), "kind has shape (29,); adjacency"),
     "one.npz": (partial(write, kind=np.ones(SETS, int)), "kind: too few labels in the train part"),
     "no_sets.npz": (partial(write, num_samples=0), "no sets"),
-    "no_label.npz": (partial(write, kind=None), "atomcount, flat, root; expected kind"),
+    "no_label.npz": (partial(write, kind=None), "flat, root; expected kind (of --tasks or --"),
     "counts.npz": (partial(write, **PAIRS), "link_pairs has shape (3, 2); link_counts needs (60,"),
 }
 
@@ -235,9 +235,9 @@ def test_stores_that_are_refused(name, tmp_path):
 
 CHAIN = np.triu(np.ones((3, 3)), 1)
 NO_ORDERS = [  # arrays of a set: a part of the message
-    ({"adj": np.diag([1, 0, 0]) + CHAIN}, "a cycle"),
-    ({"linkmat": np.array([[0, 1, 0], [0, 0, 0], [0, 1, 0]])}, "not sorted"),
-    ({"adj": np.diag([1, 1], 1)}, "not transitive"),
+    ({"adj": np.diag([1, 0, 0]) + CHAIN}, "pairs with i == j"),
+    ({"linkmat": np.array([[0, 1, 0], [0, 0, 0], [0, 1, 0]])}, "not sorted, such as by the"),
+    ({"adj": np.diag([1, 1], 1)}, "not transitive; links alone go under link_matrix"),
     ({"linkmat": CHAIN}, "has pairs besides links"),
     ({"adj": 2 * CHAIN}, "expected 0 and 1, and only 0 beyond 3"),
     ({"adj": np.zeros((3, 4))}, "3 elements in adj of shape (3, 4)"),
@@ -263,14 +263,14 @@ def test_damaged_sets_are_listed_and_may_be_left_out(tmp_path, caplog):
     changes = {5: {"adj": BAD}, 21: {"kind": 0.5}}
     path = write_grouped(tmp_path / "a.zarr", changes=changes)
     shutil.rmtree(path / "cset_23" / "flat")
-    with pytest.raises(script.InputError, match="3 of 30 sets are bad:") as raised:
+    with pytest.raises(script.InputError, match="3 bad sets; --skip_bad_data") as raised:
         load(path)
-    expected = ["cset_5: adj has pairs with i >= j: a cycle", "cset_21: kind is 0.5"]
-    expected.append("cset_23: has adj, kind, root; expected flat")
+    expected = ["cset_5: adj has pairs with i == j", "cset_21: kind is 0.5"]
+    expected.append("cset_23: found the arrays adj, kind, root; expected flat (of --tasks)")
     for line, start in zip(str(raised.value).splitlines()[1:4], expected, strict=True):
         assert line.startswith(f"  {path}/{start}")
     data = load(path, "--skip_bad_data", *"--split 0.4 0.3 0.3".split())
-    assert f"{path}/cset_5: adj has pairs with i >= j: a cycle" in caplog.text
+    assert f"3 bad sets are left out:\n  {path}/cset_5: adj has pairs" in caplog.text
     assert data.sizes.tolist() == np.delete(SIZES, [4, 20, 22]).tolist()
 
 
@@ -371,6 +371,20 @@ def test_predictions_of_new_sets(trained, tmp_path):
             assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4)
 
 
+def test_columns_of_one_name(trained, tmp_path):
+    """None is lost: the later one gets another name, which is said."""
+    path = write(tmp_path / "a.npz")
+    rows, _ = predict(tmp_path / "a.csv", trained / "best.pt", path)
+    state = torch.load(trained / "best.pt", weights_only=True)
+    state["data"]["classes"] = {"kind": ["label", "7"], "part": ["0", "1"], "kind_7": []}
+    torch.save(state, tmp_path / "odd.pt")
+    odd, said = predict(tmp_path / "b.csv", tmp_path / "odd.pt", path)
+    assert "two columns would be called kind_7: the later one is kind_7_" in said
+    names = {"kind_label_": "kind_3", "kind_7": "kind_7", "part_0": "flat_0", "part_": "flat"}
+    for name, before in {**names, "kind_7_": "root"}.items():
+        assert [row[name] for row in odd] == [row[before] for row in rows]
+
+
 # the sets of a file, of which 0 to 29 are those of the run, and their labels in turn
 @pytest.mark.parametrize(("ids", "labels"), [(range(SETS + 10), [3, 7]), (range(5, 15), [7, 7, 3])])
 def test_sets_that_were_trained_on_are_named(trained, tmp_path, ids, labels):
@@ -404,11 +418,11 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
     state["args"]["data_hash"] = "of other data"
     torch.save(state, tmp_path / "changed.pt")
     wrong = {
-        "text.pt: expected best.pt, step_N.pt or latest.pt of": [tmp_path / "text.pt", new],
-        "there.csv: expected a new file": [best, new, "--out", tmp_path / "there.csv"],
+        "text.pt: UnpicklingError; expected best.pt, step_N.pt or": [tmp_path / "text.pt", new],
+        "there.csv exists: expected a new file": [best, new, "--out", tmp_path / "there.csv"],
         "are of SETS, and none are given": [best, "--labels", "kind"],
         "the network has kind, flat, root": [best, new, "--labels", "x"],
-        "knows 3, 7, but not 10": [best, other, "--labels", "kind"],
+        "knows 3, 7, but not 10: leave out --labels kind": [best, other, "--labels", "kind"],
         "bad.npz: set 0: kind is 0.5": [best, bad, "--labels", "kind"],
         "changed since the network was trained": [tmp_path / "changed.pt"],
     }
@@ -417,5 +431,5 @@ def test_what_cannot_be_predicted(trained, stores, tmp_path):
         said = call_script("tools/predict_causal_sets", *words, *options, status=2)
         assert text in said
         lines = [line for line in said.splitlines() if not line.startswith("WARNING")]
-        assert len(lines) == (22 if "bad.npz" in text else 1)
+        assert len(lines) == (21 if "bad.npz" in text else 1)
     assert not (tmp_path / "d.csv").exists()

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -175,7 +176,7 @@ PATIENCE = {  # options of early stopping, as in the original; metrics until the
 @pytest.mark.parametrize(("options", "epochs"), PATIENCE.items())
 def test_patience(options, epochs):
     """The best epoch needs no --delta: weights that are better by less are better still."""
-    args = arguments("--stop_metrics", *options.split())
+    args = arguments("--warmup=0", "--stop_metrics", *options.split())
     loop = {"best_values": {}, "best": {}, "waited": 0}
     for loop["step"], values in enumerate(epochs):
         assert not 0 < args.patience <= loop["waited"]
@@ -295,7 +296,7 @@ def test_a_run_learns_and_says_so(causal_sets, tmp_path):
     outputs = ["--tasks=cls", "--targets=related"]
     options = ["--num_epochs=30", "--lr=1e-2", "--batch_size=15", "--stop_metrics=related/rmse"]
     said = run(tmp_path / "a.npz", out, *outputs, *options)
-    assert "Saving checkpoint for model at epoch 0" in said
+    assert "Found better model at epoch 0" in said
     summary = Run(out).summary
     data = load(tmp_path / "a.npz", *outputs)
     baselines = summary["baselines"]
@@ -324,6 +325,37 @@ def test_a_run_learns_and_says_so(causal_sets, tmp_path):
     split = np.load(out / "split.npz")
     assert np.array_equal(split["split"], data.split)
     assert np.array_equal(split["digests"], data.digests)
+
+
+def test_start_from(causal_sets, tmp_path):
+    """Weights, and the means and scales of their data, but for heads of other outputs. A resumed
+    run needs the file no more."""
+    run(causal_sets, tmp_path / "first", "--tasks=cls", "--targets=dim", "--num_epochs=2")
+    first = torch.load(shutil.copy(tmp_path / "first" / "best.pt", tmp_path), weights_only=True)
+    start = f"--start_from={tmp_path}/best.pt"
+    still = [start, "--lr=1e-12", "--num_epochs=1"]
+    run(causal_sets, tmp_path / "same", "--tasks=cls", "--targets=dim", *still)
+    found = Run(tmp_path / "same").summary["best"]["value"]
+    assert found == pytest.approx(first["loop"]["best"]["value"], rel=1e-5)
+
+    arrays = {name: array[:120] for name, array in np.load(causal_sets).items()}
+    np.savez(tmp_path / "a.npz", **arrays)
+    outputs = ["--tasks=cls", "--targets", "atomcount", "dim"]
+    said = run(tmp_path / "a.npz", tmp_path / "x", *outputs, start, "--hidden_dim=8", status=2)
+    assert "best.pt: it needs --hidden_dim 16" in said
+    said = run(tmp_path / "a.npz", tmp_path / "other", *outputs, *still)
+    assert "heads taken over: ['cls', 'dim']; new: ['atomcount']" in said
+    (tmp_path / "best.pt").unlink()
+    run(tmp_path / "a.npz", tmp_path / "other", *outputs, *still, "--num_epochs=2")
+    state = Run(tmp_path / "other").state
+    assert state["loop"]["step"] == 2
+    data = load(tmp_path / "a.npz", *outputs)
+    for name in ("means", "scales"):
+        cls, dim, *numbers = first["data"][name]
+        assert state["data"][name] == [cls, data.facts[name][1], dim, *numbers]
+    for name, theirs in first["model"].items():
+        own = state["model"][name.replace("heads.1.", "heads.2.")]
+        assert torch.allclose(own, theirs, atol=1e-9)
 
 
 def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path):

@@ -1,7 +1,7 @@
 """Make causal sets for run_train_quantumgrav_ddp.py, to try it or to compare with.
 
     python tools/make_causal_sets.py                     # 12,000 sets: data/causal_sets.npz
-    python tools/make_causal_sets.py --samples 100000 --min_size 64 --max_size 128 --out large.npz
+    python tools/make_causal_sets.py --num_samples 100000 --min_size 64 --max_size 128 --out l.npz
 
 Kinds, in turn: sprinklings into Minkowski space (mink2, mink3, mink4: the dimension), transitive
 percolation with about the same share of related pairs, layered orders, sprinklings with some pairs
@@ -40,7 +40,7 @@ def parse_args(words=None):
     parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--out", type=Path, default=Path("data/causal_sets.npz"), help="file to write")
-    add("--samples", type=COUNT, default=12_000, help="sets")
+    add("--num_samples", "--samples", type=COUNT, default=12_000, help="sets")
     add("--kinds", nargs="+", default=KINDS, choices=[*KINDS, "curved"], help="of sets, in turn")
     add("--min_size", type=number(2, kind=int), default=32, help="elements of a set at least")
     # we and the script number elements in int16
@@ -53,7 +53,7 @@ def parse_args(words=None):
     if args.min_size > args.max_size:
         parser.error(f"--min_size {args.min_size}: expected at most --max_size {args.max_size}")
     if args.out.exists():
-        parser.error(f"{args.out} is there: remove it, or give another --out")
+        parser.error(f"--out {args.out} exists: expected a new file")
     return args
 
 
@@ -165,8 +165,8 @@ def main(words=None):
     args.out.parent.mkdir(parents=True, exist_ok=True)
     chunk = 1 + 6400 // args.max_size  # at a time: many small sets, or one large set
     with ProcessPoolExecutor(args.workers) as pool:
-        sets = pool.map(functools.partial(make_set, args), range(args.samples), chunksize=chunk)
-        sets = list(tqdm(sets, total=args.samples, disable=None))
+        sets = pool.map(functools.partial(make_set, args), range(args.num_samples), chunksize=chunk)
+        sets = list(tqdm(sets, total=args.num_samples, disable=None))
     orders, sizes, kinds, curvatures = zip(*sets, strict=True)
     arrays = {"atomcount": sizes, "cls": kinds, "curvature": curvatures}
     arrays["dim"] = [SPRINKLINGS.get(kind, np.nan) for kind in kinds]
@@ -174,19 +174,19 @@ def main(words=None):
     if args.layout == "links":
         arrays.update(link_pairs=np.concatenate(orders), link_counts=list(map(len, orders)))
     else:
-        matrices = np.zeros((args.samples, args.max_size, args.max_size), np.uint8)
+        matrices = np.zeros((args.num_samples, args.max_size, args.max_size), np.uint8)
         for matrix, packed, n in zip(matrices, orders, sizes, strict=True):
             matrix[:n, :n] = np.unpackbits(packed, axis=1, count=n, bitorder="little").T
         arrays["adjacency_matrix"] = matrices
     unfinished = args.out.with_suffix(".tmp.npz")  # --out is there whole, or not at all
     np.savez_compressed(unfinished, **arrays)
     unfinished.rename(args.out)
-    print(f"{args.out}: {args.samples} sets")
+    print(f"{args.out}: {args.num_samples} sets")
 
 
 if __name__ == "__main__":
     try:
         main()
     except (InputError, OSError) as error:
-        print(f"make_causal_sets.py: {error}", file=sys.stderr)
+        print(f"make_causal_sets.py: error: {error}", file=sys.stderr)
         sys.exit(2)

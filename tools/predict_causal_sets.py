@@ -15,7 +15,6 @@ value and the label. Prints the metrics of the training script over the sets tha
 were neither trained nor validated on, and what the commonest class, or the mean, would reach.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -25,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pandas as pd
-import torch
 import torch.distributed as dist
 
 import run_train_quantumgrav_ddp as script
@@ -42,30 +40,21 @@ def parse_args():
     add("--skip_bad_data", action="store_true", help="leave out damaged sets of SETS")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     args = parser.parse_args()
-    if args.out.exists() or not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: expected a new file, in a folder that is there")
+    if args.out.exists():
+        parser.error(f"--out {args.out} exists: expected a new file")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
+    for path in [args.checkpoint, *args.sets]:
+        if not path.exists():
+            parser.error(f"{path}: there is no such file")
     if not args.sets and (args.labels or args.skip_bad_data):
         parser.error("--labels and --skip_bad_data are of SETS, and none are given")
     return args
 
 
-def load_network(path, device):
-    """(network, options of its run, what it knows of the data it was trained on)"""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        options = argparse.Namespace(**state["args"])
-        facts = state["data"]
-        model = script.CausalSetNet(options, facts["classes"])
-        model.load_state_dict(state["model"])
-    except Exception as error:  # there is no such file, or its network is another
-        text = f"expected best.pt, step_N.pt or latest.pt of {script.__file__}"
-        raise InputError(f"{path}: {text} ({type(error).__name__})") from error
-    return model.to(device), options, facts
-
-
-def own_sets(options):
+def own_sets(options, facts):
     """The test sets of the run: (data, their ids, the part of each)"""
-    data = script.CausalSets(script.prepare(options), options)
+    data = script.CausalSets(script.prepare(options), options, begun=facts)
     if data.hash != options.data_hash:
         raise InputError(f"{' '.join(options.data)}: changed since the network was trained on it")
     ids = data.part("test")
@@ -95,12 +84,17 @@ def new_sets(args, options, facts, folder):
         unknown = set(meta["classes"][output]) - set(classes[output])
         if unknown:
             known = ", ".join(classes[output])
-            raise InputError(f"{output}: the network knows {known}, but not {min(unknown)}")
+            text = f"{output}: the network knows {known}, but not {min(unknown)}"
+            raise InputError(f"{text}: leave out --labels {output}")
         if classes[output]:
             numbers = map(classes[output].index, meta["classes"][output])
             labels[output] = labels[output].map(dict(enumerate(numbers)))
     np.save(folder / "labels.npy", labels.to_numpy())
     data = script.CausalSets(folder, options, facts)
+    known = facts.get("sizes", [0, np.inf])  # networks of earlier versions do not tell
+    if data.sizes.min() < known[0] or data.sizes.max() > known[1]:
+        text = f"{known[0]} to {known[1]} elements; these have {data.sizes.min()} to"
+        print(f"the network was trained on sets of {text} {data.sizes.max()}")
     return data, np.arange(len(labels)), parts_of(data.digests, args.checkpoint)
 
 
@@ -120,22 +114,35 @@ def parts_of(digests, checkpoint):
     return np.array([*script.PARTS, ""])[parts]  # -1 is the last one
 
 
-def report(args, data, ids, parts, outputs):
+def report(args, data, ids, parts, predictions):
     """Write the CSV file, print the metrics."""
-    table = {"set": data.names[ids], "part": parts}
+    table = {}
+
+    def add_column(name, column):
+        free = name
+        while free in table:
+            free += "_"
+        table[free] = column
+        if free != name:
+            print(f"two columns would be called {name}: the later one is {free}")
+
+    add_column("set", data.names[ids])
+    add_column("part", parts)
     is_new = ~np.isin(parts, ["train", "valid"])
     for i, (output, classes) in enumerate(data.classes.items()):
         labels = data.labels[ids, i]
         known = ~np.isnan(labels)
         tested = known & is_new
-        values = outputs[output]
-        table[f"{output}_label"] = labels
-        table[output] = values
+        values = predictions[output]
         if classes:
-            table[f"{output}_label"] = [classes[int(k)] if k == k else "" for k in labels]
-            table[output] = np.array(classes)[values.argmax(1)]
+            label_names = [classes[int(k)] if k == k else "" for k in labels]
+            add_column(f"{output}_label", label_names)
+            add_column(output, np.array(classes)[values.argmax(1)])
             for name, logp in zip(classes, values.T, strict=True):
-                table[f"{output}_{name}"] = np.exp(logp)
+                add_column(f"{output}_{name}", np.exp(logp))
+        else:
+            add_column(f"{output}_label", labels)
+            add_column(output, values)
         if known.any():
             text = "with a label are neither trained nor validated on"
             print(f"{output}: {tested.sum():,} of the {known.sum():,} sets {text}")
@@ -156,14 +163,14 @@ def report(args, data, ids, parts, outputs):
 def main():
     args = parse_args()
     device = script.choose_device(args, local_rank=0)
-    model, options, facts = load_network(args.checkpoint, device)
+    model, options, facts = script.load_network(args.checkpoint)
     # the script adds up over a group of processes: here a group of one
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
-        sets = new_sets(args, options, facts, folder) if args.sets else own_sets(options)
-        outputs = script.predict(model, *sets[:2], device)
-        report(args, *sets, outputs)
+        sets = new_sets(args, options, facts, folder) if args.sets else own_sets(options, facts)
+        predictions = script.predict(model.to(device), *sets[:2], device)
+        report(args, *sets, predictions)
     dist.destroy_process_group()
 
 
@@ -171,5 +178,5 @@ if __name__ == "__main__":
     try:
         main()
     except (InputError, OSError) as error:
-        print(f"predict_causal_sets.py: {error}", file=sys.stderr)
+        print(f"predict_causal_sets.py: error: {error}", file=sys.stderr)
         sys.exit(2)
