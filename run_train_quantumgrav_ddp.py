@@ -370,7 +370,9 @@ def load_network(path):
         network = CausalSetNet(options, state["data"]["classes"])
         network.load_state_dict(state["model"])
         return network, options, state["data"]
-    except Exception as error:  # there is no such file, or it holds something else
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file") from None
+    except Exception as error:  # it holds something else
         text = f"expected best.pt, step_N.pt or latest.pt of {Path(__file__).name}"
         raise InputError(f"{path}: {type(error).__name__}; {text}") from None
 
@@ -386,9 +388,8 @@ def take_over(args, model, classes, network, options):
     same = find_same(classes, network.classes)
     for i, k in same.items():
         model.heads[i] = network.heads[k]
-    taken = [name for i, name in enumerate(classes) if i in same]
-    new = [name for name in classes if name not in taken]
-    logging.info(f"--start_from {args.start_from}: heads taken over: {taken}; new: {new}")
+    new = [name for i, name in enumerate(classes) if i not in same]
+    logging.info(f"--start_from {args.start_from}: all is taken over, but new are the heads {new}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -437,8 +438,8 @@ def regression(values, labels, scale):
     """TARGET_METRICS of values (n,) and labels (n,) in the target's unit; but loss is the mean
     square in standard deviations, and r2 is the share of the variance that is explained."""
     square = float(np.square(values - labels).mean())
-    mae = float(np.abs(values - labels).mean())
     r2 = float(1 - square / labels.var()) if labels.var() > 0 else 0.0
+    mae = float(np.abs(values - labels).mean())
     return {"loss": square / scale**2, "mae": mae, "rmse": square**0.5, "r2": r2}
 
 
@@ -508,7 +509,7 @@ def note_best(loop, metrics, args):
     return True
 
 
-def report(args, data, ids, metrics, outputs):
+def report(args, data, ids, metrics, predictions):
     """The test, beside what needs no network; predictions.npz. Returns the baselines, and for each
     task the f1 of each class and the confusion matrix (a row for each label). (rank 0)"""
     logging.info("test " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
@@ -522,10 +523,10 @@ def report(args, data, ids, metrics, outputs):
             logging.info(f"test {figure}  {name:10} {kind:20} {value:.4f}")
             if is_better(figure, value, reached):
                 logging.warning(f"{name}: the network is worse than what needs no network: {kind}")
-        arrays[f"logp_{name}" if names else name] = outputs[name]
+        arrays[f"logp_{name}" if names else name] = predictions[name]
         if names:
             known = ~np.isnan(labels)
-            pair = (labels[known], outputs[name][known].argmax(1))
+            pair = (labels[known], predictions[name][known].argmax(1))
             classes = range(len(names))
             f1 = f1_score(*pair, labels=classes, average=None, zero_division=0).tolist()
             matrix = confusion_matrix(*pair, labels=classes).tolist()
@@ -707,8 +708,8 @@ def main(args):
         signal.signal(stop, signal.SIG_DFL)
     model.load_state_dict(on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")["model"])
     ids = data.part("test")
-    metrics, outputs = evaluate(model, data, ids, device)
-    baselines, by_class = on_rank0(report, args, data, ids, metrics, outputs)
+    metrics, predictions = evaluate(model, data, ids, device)
+    baselines, by_class = on_rank0(report, args, data, ids, metrics, predictions)
     log.close("finished", **figures, test=metrics, baselines=baselines, classes=by_class)
     logging.info("Training and evaluation completed successfully!")
     return 0

@@ -344,7 +344,7 @@ def test_start_from(causal_sets, tmp_path):
     said = run(tmp_path / "a.npz", tmp_path / "x", *outputs, start, "--hidden_dim=8", status=2)
     assert "best.pt: it needs --hidden_dim 16" in said
     said = run(tmp_path / "a.npz", tmp_path / "other", *outputs, *still)
-    assert "heads taken over: ['cls', 'dim']; new: ['atomcount']" in said
+    assert "all is taken over, but new are the heads ['atomcount']" in said
     (tmp_path / "best.pt").unlink()
     run(tmp_path / "a.npz", tmp_path / "other", *outputs, *still, "--num_epochs=2")
     state = Run(tmp_path / "other").state

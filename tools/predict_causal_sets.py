@@ -44,9 +44,6 @@ def parse_args():
         parser.error(f"--out {args.out} exists: expected a new file")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no such folder")
-    for path in [args.checkpoint, *args.sets]:
-        if not path.exists():
-            parser.error(f"{path}: there is no such file")
     if not args.sets and (args.labels or args.skip_bad_data):
         parser.error("--labels and --skip_bad_data are of SETS, and none are given")
     return args
@@ -64,6 +61,9 @@ def own_sets(options, facts):
 def new_sets(args, options, facts, folder):
     """As `own_sets`, of SETS, which are read into `folder`."""
     classes = facts["classes"]
+    for path in args.sets:
+        if not path.exists():
+            raise InputError(f"{path}: there is no such file")
     for label in args.labels:
         if label not in classes:
             raise InputError(f"--labels {label}: the network has {', '.join(classes)}")
