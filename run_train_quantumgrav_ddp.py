@@ -812,8 +812,7 @@ def read_unit(unit, outputs):
 
 
 def number_of(value, name, option=""):
-    """Of a size, or of --tasks, a whole number, -1 where it is not known; of --tasks it may be a
-    name. Of --targets: a number, or NaN."""
+    """A whole number, -1 where it is not known; of --tasks or a name; of --targets any, or NaN."""
     number = np.asarray(value).item()
     if isinstance(number, bytes):
         number = number.decode()
