@@ -233,18 +233,18 @@ class Proteins:
 class NoisyProteins(Dataset):
     """Micro-batches. Crops and masks depend on seed, step, and position in the global batch."""
 
-    def __init__(self, proteins, seed):
+    def __init__(self, args, proteins):
         self.proteins = proteins
-        self.seed = seed
+        self.seed = args.seed
 
     def __getitem__(self, item):
-        """item: of the sampler the step, rows of the global batch, positions of the micro-batch."""
-        step, rows, positions = item
-        rates = draw_mask_rates(len(rows), np.random.default_rng([self.seed, step, RATES]))
-        generators = [np.random.default_rng([self.seed, step, i, MASKS]) for i in positions]
-        sequences = list(map(self.proteins.crop, rows[positions], generators))
-        step_residues = self.proteins.lengths[rows].sum()
-        return make_batch(sequences, rates[positions], generators, step_residues)
+        step, global_ids, positions_in_batch = item  # of the sampler
+        seed = [self.seed, step]
+        rates = draw_mask_rates(len(global_ids), np.random.default_rng([*seed, RATES]))
+        generators = [np.random.default_rng([*seed, i, MASKS]) for i in positions_in_batch]
+        sequences = list(map(self.proteins.crop, global_ids[positions_in_batch], generators))
+        step_residues = self.proteins.lengths[global_ids].sum()
+        return make_batch(sequences, rates[positions_in_batch], generators, step_residues)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,6 +344,8 @@ class Denoiser(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # Loss
 
+LOGGED = ["loss"]
+
 
 def nats_of(logits, batch):
     """(T,): what each token adds to a bound on -log p; on average MDLM's loss (Ou et al. 2025)."""
@@ -360,7 +362,7 @@ def batch_loss(logits, batch):
 
 
 @torch.no_grad()
-def evaluate(model, proteins, rows, args, autocast, device):
+def evaluate(args, model, proteins, rows, autocast, device):
     """Metrics of --eval_draws draws for each sequence, which are the same each time. (all ranks)"""
     lengths = proteins.lengths[rows]
     generator = np.random.default_rng([0, 1, 0, EVALUATION])
@@ -405,11 +407,12 @@ def summarize(nats, mask_rates, lengths):
 # Train
 
 
-def lr_factor(step, steps, warmup):
+def lr_factor(args, step, steps):
     """Of the peak rate: a straight rise from above 0, then half a cosine, which ends at 1 %."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, steps - warmup)
+    warmup_steps = min(args.warmup * args.gpu_factor, steps // 2)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
     return 0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
@@ -470,16 +473,15 @@ def orthogonalize(x):
     return x
 
 
-def train(args, device, autocast, proteins, model, state, log):
+def train(args, device, proteins, model, autocast, state, log):
     """Returns why it was stopped, "" if it has ended; and `loop`: where it stands. (all ranks)"""
     # a token takes about 28 fp32 numbers for a unit of a block, or 1 where only its input is kept
     numbers = 28 + args.n_blocks_prot if args.gradient_checkpointing else 28 * args.n_blocks_prot
     room = args.max_memory_per_gpu * room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
     sampler = GlobalBatchSampler(proteins.train, args, proteins.lengths, room)
     steps = min(sampler.steps * args.epochs, args.n_iters)
-    peak = args.lr * args.gpu_factor
-    warmup = min(args.warmup * args.gpu_factor, steps // 2)
-    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; lr {peak:g} after {warmup:,}")
+    text = f"lr and warm-up are {args.gpu_factor} x those of one GPU"
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; {text}")
     optimizer = make_optimizer(args, model, autocast)
     ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
     ema_params = list(ema_model.parameters())
@@ -492,14 +494,15 @@ def train(args, device, autocast, proteins, model, state, log):
         optimizer.load_state_dict(state["optimizer"])
         state.clear()  # each rank has a copy: free it
     ddp_model = wrap_ddp(model, args, device)
-    parts = {"model": model, "ema_model": ema_model, "data": proteins.facts()}
-    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **parts)
+    world_size = dist.get_world_size()
+    contents = {"model": model, "ema_model": ema_model, "data": proteins.facts()}
+    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **contents)
     sampler.start = loop["step"]
-    batches = make_loader(NoisyProteins(proteins, args.seed), sampler, args, device)
+    batches = make_loader(NoisyProteins(args, proteins), sampler, args, device)
 
     logging.info("Starting distributed training...")
     bar = tqdm(total=steps, initial=loop["step"], disable=None if dist.get_rank() == 0 else True)
-    meter = Meter(["loss"], args, device)
+    meter = Meter(LOGGED, args, device)
     reason = ""
     while loop["step"] < steps and not reason:
         step = loop["step"]
@@ -507,44 +510,45 @@ def train(args, device, autocast, proteins, model, state, log):
         if position == 0:
             logging.info(f"Starting training epoch {epoch}")
         seed_step(args, step)
-        lr = peak * lr_factor(step, steps, warmup)
+        lr = args.lr * args.gpu_factor * lr_factor(args, step, steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
         # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
-        step_loss = torch.zeros(1, device=device)
+        metrics = torch.zeros(len(LOGGED), device=device)
         for micro in range(1, sampler.accumulation + 1):
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
                 loss = batch_loss(ddp_model(batch), batch)
-            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
-            step_loss += loss.detach()
+            (loss * world_size).backward()  # DDP takes the mean, we want the sum
+            metrics += loss.detach()
         norm = update_if_finite(args, optimizer)
-        decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
+        ema_decay = min(args.ema, (1 + step) / (10 + step))  # early weights are soon forgotten
         with torch.no_grad():
-            torch._foreach_lerp_(ema_params, params, 1 - decay)
-        meter.add(step_loss, norm)
+            torch._foreach_lerp_(ema_params, params, 1 - ema_decay)
+        meter.add(metrics, norm)
         loop["step"] += 1
         bar.update()
 
         # log, and agree whether to stop
         must_evaluate = loop["step"] % args.eval_freq == 0 or loop["step"] == steps
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "epoch": epoch, "lr": lr, "residues": batch.step_residues}
-        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
+        log_row = {"step": loop["step"], "epoch": epoch, "lr": lr, "residues": batch.step_residues}
+        reason = meter.log_and_agree(log, log_row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(ema_model, proteins, proteins.eval_rows, args, autocast, device)
-            if not math.isfinite(metrics["nelbo"]):
-                raise RuntimeError(f"the held-out bound is {metrics['nelbo']}: a lower --lr?")
-            row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": loop["step"], "epoch": epoch, **row})
-            if not loop["best"] or metrics["nelbo"] < loop["best"]["value"]:
+            val_metrics = evaluate(args, ema_model, proteins, proteins.eval_rows, autocast, device)
+            nelbo = val_metrics["nelbo"]
+            if not math.isfinite(nelbo):
+                raise RuntimeError(f"the held-out bound is {nelbo}: a lower --lr?")
+            val_row = {f"val/{name}": value for name, value in val_metrics.items()}
+            log.write({"step": loop["step"], "epoch": epoch, **val_row})
+            if not loop["best"] or nelbo < loop["best"]["value"]:
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
-                best = {"metric": "nelbo", "value": metrics["nelbo"], "step": loop["step"]}
-                loop["best"] = {**best, "val": metrics}
+                best = {"metric": "nelbo", "value": nelbo, "step": loop["step"]}
+                loop["best"] = {**best, "val": val_metrics}
                 save("best.pt")
 
         # save, with what the evaluation has changed
@@ -594,7 +598,7 @@ def main(args):
     autocast = choose_precision(args, device)
     log = RunLog(args, state)
     with logging_redirect_tqdm():
-        reason, loop = train(args, device, autocast, proteins, model, state, log)
+        reason, loop = train(args, device, proteins, model, autocast, state, log)
     figures = {"steps": loop["step"], "best": loop["best"]}
     if reason:
         return log.stop(reason, **figures)
@@ -608,7 +612,7 @@ def main(args):
     if len(proteins.test) > 0:
         state = on_rank0(torch.load, f"{args.output_dir}/best.pt", "cpu")
         model.load_state_dict(state["ema_model"])
-        figures["test"] = evaluate(model.eval(), proteins, proteins.test, args, autocast, device)
+        figures["test"] = evaluate(args, model.eval(), proteins, proteins.test, autocast, device)
         figures["baselines"]["test_unigram"] = proteins.unigram_nats(TEST)
         logging.info(f"test of {len(proteins.test):,}: nelbo {figures['test']['nelbo']:.4f}")
     log.close("finished", **figures)
@@ -617,7 +621,7 @@ def main(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: the user's files, once, by rank 0
+# Reading
 
 SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]  # of a network
 READER = 8  # raise it when you change what is read or kept: else an old cache is used
@@ -667,24 +671,24 @@ def read_text(path):
     gaps = str.maketrans("", "", "-." if ".a2m" in path.name or ".a3m" in path.name else "")
     # titles may have letters of any encoding: what is not UTF-8 is replaced
     with (openers or [open])[0](path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        place = ""  # where the record begins
+        where = ""  # where the record begins
         lines = None  # of the record, if this is FASTA
         for number, line in enumerate(file, 1):
             if line.startswith(">"):
                 if lines is not None:
-                    yield place, "".join(lines)
-                elif place:
+                    yield where, "".join(lines)
+                elif where:
                     text = f"line {number} begins with >; expected FASTA from the first line on"
                     raise InputError(f"{path}: {text}")
-                place = f"line {number} {line.split()[0]}"
+                where = f"line {number} {line.split()[0]}"
                 lines = []
             elif lines is not None:
                 lines.append("".join(line.split()).translate(gaps))
             elif line.strip():
-                place = f"line {number}"
-                yield place, line
+                where = f"line {number}"
+                yield where, line
         if lines is not None:
-            yield place, "".join(lines)
+            yield where, "".join(lines)
 
 
 def read_table(path, name):
@@ -713,8 +717,8 @@ def read_table(path, name):
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
             entry = next((entry[column] for column in COLUMNS if column in entry), "")
-        place = f"entry {number} >{names[number]}" if len(names) > 0 else f"entry {number}"
-        yield place, "".join(entry.split()) if isinstance(entry, str) else ""
+        where = f"entry {number} >{names[number]}" if len(names) > 0 else f"entry {number}"
+        yield where, "".join(entry.split()) if isinstance(entry, str) else ""
 
 
 def encode(sequence):
@@ -737,15 +741,15 @@ def read_proteins(args, bad, left_out):
     held = {}  # {a sequence of --test_file or --valid_file: its part}
     for part, path in [(TEST, args.test_file), (VALID, args.valid_file), (TRAIN, args.datafile)]:
         records = [] if path is None else read_records(Path(path))
-        for place, sequence in tqdm(records, unit=" records", disable=None, leave=False):
-            place = f"{Path(path).name} {place}"
+        for where, sequence in tqdm(records, unit=" records", disable=None, leave=False):
+            where = f"{Path(path).name} {where}"
             tokens, problem = encode(sequence)
             if problem:
-                bad.append(f"{place}: {problem}")
+                bad.append(f"{where}: {problem}")
             elif len(tokens) > 20 and not tokens.translate(None, NUCLEOTIDES):
-                left_out[NUCLEIC].append(place)
+                left_out[NUCLEIC].append(where)
             elif held.get(tokens, part) != part:
-                left_out[SHARED].append(place)
+                left_out[SHARED].append(where)
             elif part != TRAIN:
                 held[tokens] = part
                 yield part, tokens
@@ -755,7 +759,7 @@ def read_proteins(args, bad, left_out):
                 yield TRAIN, tokens
 
 
-def write_tokens(folder, args):
+def write_tokens(args, folder):
     """Read the files, and write the arrays of `Proteins`. (rank 0)"""
     offsets = array.array("q", [0])
     parts = array.array("b")
@@ -778,9 +782,9 @@ def write_tokens(folder, args):
         raise InputError("\n  ".join([text, *bad[:20]]))
     if bad:
         logging.warning("\n  ".join([f"{len(bad)} bad records are left out:", *bad[:20]]))
-    for what, places in left_out.items():
-        if places:
-            logging.warning(f"{len(places)} {what}, such as {places[0]}")
+    for what, found in left_out.items():
+        if found:
+            logging.warning(f"{len(found)} {what}, such as {found[0]}")
     rare = residue_counts[:, 20:].sum() / max(1, residue_counts.sum())
     nucleic = len(left_out[NUCLEIC])
     if rare > 0.02 or nucleic > len(parts):  # of UniProt's annotated proteins they are 0.005 %
@@ -804,7 +808,7 @@ def prepare(args):
             raise InputError(f"--{option} {path}: no such file. UniRef50: {url}")
         stat = path and Path(path).stat()
         key.append(path and [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
-    return cached(args.cache_dir, "uniref50", key, lambda new: write_tokens(new, args))
+    return cached(args.cache_dir, "uniref50", key, functools.partial(write_tokens, args))
 
 
 # ==================================================================================================

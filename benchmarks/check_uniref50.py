@@ -86,12 +86,12 @@ def check_scores(work, sequences, source):
     changes = []
     substitutions = []
     for i, sequence in enumerate(sequences):
-        place = generator.integers(len(sequence))
-        new = (sequence[place] + generator.integers(1, 20)) % 20
-        logp = exact_logp(sequence, place, source)[place]
-        changes.append(logp[new] - logp[sequence[place]])
-        old, new = sides.RESIDUES[sequence[place]], sides.RESIDUES[new]
-        substitutions.append({"name": f"s{i}", "mutant": f"{old}{place + 1}{new}"})
+        position = generator.integers(len(sequence))
+        new = (sequence[position] + generator.integers(1, 20)) % 20
+        logp = exact_logp(sequence, position, source)[position]
+        changes.append(logp[new] - logp[sequence[position]])
+        old, new = sides.RESIDUES[sequence[position]], sides.RESIDUES[new]
+        substitutions.append({"name": f"s{i}", "mutant": f"{old}{position + 1}{new}"})
     pandas.DataFrame(substitutions).to_csv(work / "table.csv", index=False)
     exact = [nats([sequence], source) for sequence in sequences]
     variants = f"--variants={work}/table.csv"

@@ -63,7 +63,7 @@ def dpo(script, args):
 
 def uniref50(script, args):
     proteins = script.Proteins(script.prepare(args), args)
-    batch = script.NoisyProteins(proteins, args.seed)[0, proteins.train[:6], np.arange(6)]
+    batch = script.NoisyProteins(args, proteins)[0, proteins.train[:6], np.arange(6)]
     model = script.Denoiser(args)
     return model, batch, lambda model, batch: script.batch_loss(model(batch), batch)
 

@@ -59,7 +59,7 @@ def read(folder, *options):
 
 
 def evaluate(model, proteins, rows, args):
-    return script.evaluate(model, proteins, rows, args, contextlib.nullcontext, torch.device("cpu"))
+    return script.evaluate(args, model, proteins, rows, contextlib.nullcontext, torch.device("cpu"))
 
 
 # ---- Steps ---------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ def test_micro_batches_have_equal_work(ranks):
 
 def test_hidden_residues_and_weights(folder):
     """k of n, each equally often, with weight n / k; k / n is spread evenly over a step."""
-    _, proteins = read(folder)
-    data = script.NoisyProteins(proteins, seed=42)
+    args, proteins = read(folder)
+    data = script.NoisyProteins(args, proteins)
     rows = proteins.lengths.argsort()  # also where the global batch comes sorted
     residues = torch.from_numpy(proteins.lengths[rows])
     pieces = np.split(proteins.tokens, proteins.offsets[1:-1])
@@ -149,7 +149,8 @@ def test_hidden_residues_and_weights(folder):
 def test_no_two_random_streams_are_one(folder, group):
     """Those of the sampler's epochs, of a step, of its positions, and of an evaluation."""
     args, proteins = read(folder)
-    data = script.NoisyProteins(proteins, seed=0)
+    args.seed = 0
+    data = script.NoisyProteins(args, proteins)
     with mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as made:
         deal(np.ones(6), "--global_batch_size=6", "--batch_size=6")
         for step in range(3):
@@ -338,7 +339,8 @@ def test_evaluation_of_known_predictions(folder, group):
 
 def test_learning_rate():
     """A straight rise, then half a cosine. It grows with the GPUs, if the batch does."""
-    rates = [script.lr_factor(step, 1000, 100) for step in (0, 49, 100, 550, 999)]
+    args = SimpleNamespace(warmup=50, gpu_factor=2)
+    rates = [script.lr_factor(args, step, 1000) for step in (0, 49, 100, 550, 999)]
     assert rates == pytest.approx([1 / 101, 0.5, 1, 0.505, 0.01], abs=6e-3)
     factors = {"": 8, "--lr_scaling=conservative": 6, "--lr_scaling=none": 1}
     for option, factor in {**factors, "--global_batch_size=64": 1}.items():
@@ -402,8 +404,10 @@ def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_gpus(folder, tmp_pa
         assert (options["gpu_factor"], options["global_batch_size"]) == (2, 16)
         rates.append([row["lr"] for row in ended.rows if "lr" in row])
     assert "the run keeps its --global_batch_size 16" in ended.text
-    assert rates[0] == pytest.approx([0.01 * script.lr_factor(step, 3, 1) for step in range(3)])
-    assert rates[1][3:] == pytest.approx([0.01 * script.lr_factor(s, 7, 3) for s in range(3, 7)])
+    for found, first, steps in [(rates[0], 0, 3), (rates[1], 3, 7)]:
+        half = SimpleNamespace(warmup=steps // 2, gpu_factor=1)
+        expected = [0.01 * script.lr_factor(half, step, steps) for step in range(first, steps)]
+        assert found[first:] == pytest.approx(expected)
 
 
 def test_a_run_without_a_best_network(folder, tmp_path, monkeypatch):

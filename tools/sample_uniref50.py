@@ -87,7 +87,7 @@ def read_templates(path, copies, limit, generator):
     for what is to be drawn, and END. For each copy the lengths of its gaps are drawn."""
     templates = []
     names = []
-    for number, (place, sequence) in enumerate(script.read_records(path), 1):
+    for number, (where, sequence) in enumerate(script.read_records(path), 1):
         gaps = [(int(a or 1), int(b or a or 1)) for a, b in GAP.findall(sequence)]
         text = GAP.sub("?", sequence.strip())
         tokens, problem = script.encode(text.replace("?", "A"))
@@ -99,12 +99,12 @@ def read_templates(path, copies, limit, generator):
         elif not problem and not gaps:
             problem = "no `?`: there is nothing to draw"
         if problem:
-            raise InputError(f"{path}: {place}: {problem}")
+            raise InputError(f"{path}: {where}: {problem}")
 
         template = np.array([BEGIN, *tokens, END], np.uint8)
         is_gap = [letter == "?" for letter in text[: len(tokens)]]  # without a * at the end
         template[1:-1][is_gap] = MASK
-        name = place.partition(">")[2] or f"record_{number}"
+        name = where.partition(">")[2] or f"record_{number}"
         for copy in range(1, copies + 1):
             repeats = np.ones(len(template), int)
             repeats[template == MASK] = [generator.integers(a, b + 1) for a, b in gaps]
@@ -225,10 +225,10 @@ def read_reference(paths, val_ratio):
     parts = {False: [], True: []}  # by whether they are held out
     bad = []
     for number, path in enumerate(paths):
-        for place, sequence in script.read_records(path):
+        for where, sequence in script.read_records(path):
             tokens, problem = script.encode(sequence)
             if problem:
-                bad.append(f"{path}: {place}: {problem}")
+                bad.append(f"{path}: {where}: {problem}")
                 continue
             by_hash = len(paths) == 1 and script.is_held_out(tokens, val_ratio)
             part = parts[number > 0 or by_hash]

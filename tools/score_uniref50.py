@@ -59,11 +59,11 @@ def read_proteins(path, options, only_held_out):
     """{name: tokens}: BEGIN, residues, END; of a long sequence the first part."""
     most = options.max_protein_len - 2
     proteins = {}
-    for number, (place, text) in enumerate(script.read_records(path), 1):
+    for number, (where, text) in enumerate(script.read_records(path), 1):
         residues, problem = script.encode(text)
-        name = place.partition(">")[2] or f"record_{number}"
+        name = where.partition(">")[2] or f"record_{number}"
         if problem or name in proteins:
-            raise InputError(f"{path}: {place}: {problem or 'an earlier record has this name'}")
+            raise InputError(f"{path}: {where}: {problem or 'an earlier record has this name'}")
         if not only_held_out or script.is_held_out(residues, options.val_ratio):
             tokens = np.array([script.BEGIN, *residues, script.END], np.uint8)
             proteins[name] = tokens if len(residues) <= most else tokens[: most + 1]
