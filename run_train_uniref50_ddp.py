@@ -6,7 +6,6 @@ of residues, is on average a bound on -log p of the sequence, given its length: 
 et al. 2024), MDLM (Sahoo et al. 2024) and order-agnostic models (Uria et al. 2014).
 
     ./run_train_uniref50_ddp.sh --config configs/config_uniref50_quickstart.yaml   # all GPUs
-    python run_train_uniref50_ddp.py --datafile uniref50.fasta.gz --nproc_per_node 2
     torchrun --standalone --nproc_per_node=8 run_train_uniref50_ddp.py --datafile uniref50.fasta.gz
     python tools/sample_uniref50.py experiments_ddp/best.pt --out samples.fasta
 
@@ -16,16 +15,15 @@ text. Letters: the 20 residues and X B U Z O J, also lower case. Of a sequence t
 --max_protein_len a random part is used. --val_ratio of them are held out by a hash, so that equal
 ones are on one side; or give files. What is in those is not trained on, wherever else it stands.
 
-Logged, over all ranks: step, epoch, lr, loss (an estimate of the bound, nats per residue), residues
+Logged, over all ranks: step, epoch, lr, loss (estimates the bound, in nats per residue), residues
 (of a step), grad_norm (before clipping), skipped (steps whose gradient was not finite),
-samples_per_s (sequences), data_wait (share of the time), peak_gb (of a GPU). Of averaged weights,
-on held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard error),
+samples_per_s (sequences), data_wait (part of the time), peak_gb (of a GPU). Of averaged weights, on
+held-out sequences: val/nelbo (the bound, nats per residue), val/nelbo_se (its standard error),
 val/bits and val/perplexity (the same, in bits, and its exp); val/ce_15, ce_50, ce_85: cross entropy
 where up to 30 %, 30 to 70 %, more are masked. summary.json has what the residues' frequencies give,
 and the same of --test_file. Files in --output_dir: latest.pt, best.pt, step_N.pt, metrics.jsonl; at
-the end summary.json, curves.png. The same command, given again, goes on from latest.pt. Below,
-"(all ranks)" means that every rank must call a function, in the same order, and "(rank 0)" that
-only rank 0 does.
+the end summary.json, curves.png. The same command, given again, goes on from latest.pt.
+"(all ranks)": every rank must call it, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -97,21 +95,21 @@ def parse_args():
     add("--start_from", type=expanded, help="weights to begin with: best.pt of another run")
 
     add = parser.add_argument_group("training").add_argument
-    add("--accum", type=COUNT, default=4, help="micro-batches; not with --global_batch_size")
-    add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most")
     add("--epochs", type=COUNT, default=50, help="passes over the data at most")
-    add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
-    add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
-    add("--warmup", type=NATURAL, default=5000, help="steps to reach it, on one GPU")
-    scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
-    add("--lr_scaling", default="linear", choices=scalings, help="of lr and warmup by the GPUs")
-    add("--weight_decay", type=number(0), default=0.01, help="of matrices")
+    add("--n_iters", type=COUNT, default=500_000, help="optimizer steps at most")
+    add("--accum", type=COUNT, default=4, help="micro-batches; not with --global_batch_size")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of the blocks' matrices")
     add("--beta2", type=number(0, 0.999999), default=0.999, help="AdamW's")
+    add("--lr", type=number(0), default=5e-5, help="peak learning rate, on one GPU")
+    add("--warmup", type=NATURAL, default=5000, help="steps, on one GPU")
+    scalings = ["none", "linear", "conservative"]  # x 1, x GPUs, x min(GPUs, 6)
+    add("--lr_scaling", default="linear", choices=scalings, help="of lr and warmup by the GPUs")
+    add("--weight_decay", type=number(0), default=0.01, help="of matrices; biases and norms: 0")
+    add("--ema", type=number(0, 1), default=0.9995, help="decay of the averaged weights")
     add("--gradient_checkpointing", **FLAG, help="compute activations twice")
     add("--max_memory_per_gpu", type=number(0, 1), default=1.0, help="share that a rank may take")
 
-    add = parser.add_argument_group("eval").add_argument
+    add = parser.add_argument_group("evaluation").add_argument
     add("--eval_freq", type=COUNT, default=2000, help="steps between evaluations")
     add("--eval_sequences", type=number(2, kind=int), default=2000, help="held-out ones at most")
     add("--eval_draws", type=COUNT, default=2, help="draws of the noise for each of them")
@@ -129,8 +127,8 @@ def parse_args():
     parser.set_defaults(log_every=100, save_every=2000)
     args = parse_with_config(parser)
     if args.hidden_size % (8 * args.n_heads) != 0 or args.hidden_size > 256 * args.n_heads:
-        limits = f"must be {args.n_heads} x 8, 16, ... or 256"  # flash attention's
-        parser.error(f"--hidden_size {args.hidden_size}: {limits}")
+        text = f"flash attention needs {args.n_heads} x 8, 16, ... or 256"
+        parser.error(f"--hidden_size {args.hidden_size}: {text}")
     for name in ("wandb_project", "wandb_name"):
         if getattr(args, name):
             os.environ[name.upper()] = getattr(args, name)
@@ -200,13 +198,12 @@ class Proteins:
         self.eval_rows = self.valid[np.linspace(0, len(self.valid) - 1, number).astype(int)]
         text = f"{len(self.valid):,} held out, of which {number:,} are validated on"
         logging.info(f"  {len(self.train):,} sequences to train on, {text}")
-        # residues of each sequence that are used: all, or as many as --max_protein_len takes
-        most = args.max_protein_len - 2
         residues = np.diff(self.offsets).astype(np.int32) - 2
-        self.lengths = np.minimum(residues, most)
-        longer = np.count_nonzero(residues > most)
-        if longer > 0:
-            logging.info(f"  {longer:,} are longer than {most} residues: a part is used each time")
+        self.lengths = np.minimum(residues, args.max_protein_len - 2)  # what is used of each
+        longer = np.count_nonzero(residues > self.lengths)
+        logging.info(f"  of {longer:,}, longer than --max_protein_len, a part is used each time")
+        for text in arrays["left_out"]:
+            logging.warning(text)
 
     def facts(self):
         """Of the training part: how often residues occur, and lengths of sequences used whole."""
@@ -480,8 +477,7 @@ def train(args, device, proteins, model, autocast, state, log):
     room = args.max_memory_per_gpu * room_on_gpu(model, device) / (4 * numbers * args.hidden_size)
     sampler = GlobalBatchSampler(proteins.train, args, proteins.lengths, room)
     steps = min(sampler.steps * args.epochs, args.n_iters)
-    text = f"lr and warm-up are {args.gpu_factor} x those of one GPU"
-    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; {text}")
+    logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch; lr, warmup x {args.gpu_factor}")
     optimizer = make_optimizer(args, model, autocast)
     ema_model = copy.deepcopy(model).eval()  # exponential moving average of the weights
     ema_params = list(ema_model.parameters())
@@ -540,14 +536,13 @@ def train(args, device, proteins, model, autocast, state, log):
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
             val_metrics = evaluate(args, ema_model, proteins, proteins.eval_rows, autocast, device)
-            nelbo = val_metrics["nelbo"]
-            if not math.isfinite(nelbo):
-                raise RuntimeError(f"the held-out bound is {nelbo}: a lower --lr?")
+            if not math.isfinite(val_metrics["nelbo"]):
+                raise RuntimeError(f"the validation nelbo is {val_metrics['nelbo']}: a lower --lr?")
             val_row = {f"val/{name}": value for name, value in val_metrics.items()}
             log.write({"step": loop["step"], "epoch": epoch, **val_row})
-            if not loop["best"] or nelbo < loop["best"]["value"]:
+            if not loop["best"] or val_metrics["nelbo"] < loop["best"]["value"]:
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
-                best = {"metric": "nelbo", "value": nelbo, "step": loop["step"]}
+                best = {"metric": "nelbo", "value": val_metrics["nelbo"], "step": loop["step"]}
                 loop["best"] = {**best, "val": val_metrics}
                 save("best.pt")
 
@@ -594,7 +589,6 @@ def main(args):
         model.load_state_dict(weights)
     del weights  # each rank has a copy
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-
     autocast = choose_precision(args, device)
     log = RunLog(args, state)
     with logging_redirect_tqdm():
@@ -624,16 +618,17 @@ def main(args):
 # Reading
 
 SIZES = ["hidden_size", "n_blocks_prot", "n_heads", "token_dropout"]  # of a network
-READER = 8  # raise it when you change what is read or kept: else an old cache is used
+READER = 9  # raise it when you change what is read or kept: else an old cache is used
 LETTERS = (RESIDUES + RESIDUES.lower()).encode()
 TOKENS = bytes.maketrans(LETTERS, 2 * bytes(range(NUM_RESIDUES)))
 TO_LETTERS = bytes.maketrans(bytes(range(NUM_RESIDUES)), RESIDUES.encode())
-OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how files begin
+OPENERS = {b"\x1f\x8b\x08": gzip.open, b"BZh": bz2.open, b"\xfd7z": lzma.open}  # by how files begin
 TABLES = (".pt", ".parquet", ".jsonl", ".csv")
 COLUMNS = ["protein_seq", "sequence", "text"]  # of which the first one that is there is read
-EXPECTED = "expected FASTA, .a2m, .a3m, a sequence a line, or a .csv, .jsonl, .parquet or .pt table"
+EXPECTED = "expected FASTA, alignments .a2m .a3m, a sequence a line, or .csv .jsonl .parquet .pt"
 NUCLEOTIDES = bytes(RESIDUES.index(letter) for letter in "ACGTUN")  # letters of DNA and RNA
-NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"  # what is said of them
+BAD = "bad records are left out"
+NUCLEIC = "records of A C G T U N alone are left out as DNA or RNA"
 SHARED = "sequences are left out, which are in the test or the validation, too"
 
 
@@ -666,11 +661,10 @@ def read_records(path):
 
 def read_text(path):
     """Of FASTA, which begins with >, or of a file with a sequence on each line."""
-    begin = np.fromfile(path, np.uint8, 6).tobytes()
-    openers = [opener for start, opener in OPENERS.items() if begin.startswith(start)]
+    opener = OPENERS.get(np.fromfile(path, np.uint8, 3).tobytes(), open)
     gaps = str.maketrans("", "", "-." if ".a2m" in path.name or ".a3m" in path.name else "")
     # titles may have letters of any encoding: what is not UTF-8 is replaced
-    with (openers or [open])[0](path, "rt", encoding="utf-8-sig", errors="replace") as file:
+    with opener(path, "rt", encoding="utf-8-sig", errors="replace") as file:
         where = ""  # where the record begins
         lines = None  # of the record, if this is FASTA
         for number, line in enumerate(file, 1):
@@ -678,8 +672,7 @@ def read_text(path):
                 if lines is not None:
                     yield where, "".join(lines)
                 elif where:
-                    text = f"line {number} begins with >; expected FASTA from the first line on"
-                    raise InputError(f"{path}: {text}")
+                    raise InputError(f"{path}: line {number}: found >; expected it from line 1 on")
                 where = f"line {number} {line.split()[0]}"
                 lines = []
             elif lines is not None:
@@ -707,8 +700,9 @@ def read_table(path, name):
     if isinstance(entries, pandas.DataFrame):
         columns = [column for column in COLUMNS if column in entries]
         if not columns:
-            raise InputError(f"{path}: expected a column {COLUMNS}; found {[*entries]}")
-        names = next((entries[column] for column in ("name", "id") if column in entries), [])
+            text = f"found the columns {', '.join(map(str, entries))}"
+            raise InputError(f"{path}: {text}; expected {', '.join(COLUMNS)}")
+        names = [*entries.get("name", entries.get("id", []))]
         entries = entries[columns[0]].tolist()
     elif isinstance(entries, dict):
         entries = entries.get("sequences", entries.get("data"))
@@ -717,7 +711,7 @@ def read_table(path, name):
     for number, entry in enumerate(entries):
         if isinstance(entry, dict):
             entry = next((entry[column] for column in COLUMNS if column in entry), "")
-        where = f"entry {number} >{names[number]}" if len(names) > 0 else f"entry {number}"
+        where = f"entry {number} >{names[number]}" if names else f"entry {number}"
         yield where, "".join(entry.split()) if isinstance(entry, str) else ""
 
 
@@ -736,16 +730,16 @@ def is_held_out(tokens, val_ratio):
     return int.from_bytes(digest, "big") / 2**64 < val_ratio
 
 
-def read_proteins(args, bad, left_out):
-    """Yields (part, tokens as bytes) of all files; appends to lists where others stand."""
+def read_proteins(args, left_out):
+    """Yields (part, tokens as bytes) of all files; appends to left_out where others stand."""
     held = {}  # {a sequence of --test_file or --valid_file: its part}
     for part, path in [(TEST, args.test_file), (VALID, args.valid_file), (TRAIN, args.datafile)]:
         records = [] if path is None else read_records(Path(path))
         for where, sequence in tqdm(records, unit=" records", disable=None, leave=False):
-            where = f"{Path(path).name} {where}"
+            where = f"{Path(path).name}: {where}"
             tokens, problem = encode(sequence)
             if problem:
-                bad.append(f"{where}: {problem}")
+                left_out[BAD].append(f"{where}: {problem}")
             elif len(tokens) > 20 and not tokens.translate(None, NUCLEOTIDES):
                 left_out[NUCLEIC].append(where)
             elif held.get(tokens, part) != part:
@@ -765,10 +759,9 @@ def write_tokens(args, folder):
     parts = array.array("b")
     residue_counts = np.zeros((3, NUM_RESIDUES), np.int64)
     digest = hashlib.blake2b(digest_size=6)
-    bad = []  # where they stand
-    left_out = {NUCLEIC: [], SHARED: []}
+    left_out = {BAD: [], NUCLEIC: [], SHARED: []}  # where they stand
     with open(folder / "tokens", "wb") as file:
-        for part, tokens in read_proteins(args, bad, left_out):
+        for part, tokens in read_proteins(args, left_out):
             parts.append(part)
             residue_counts[part] += np.bincount(bytearray(tokens), minlength=NUM_RESIDUES)
             tokens = b"%c%b%c" % (BEGIN, tokens, END)
@@ -777,14 +770,12 @@ def write_tokens(args, folder):
                 digest.update(b"%c%b" % (part, tokens))
             offsets.append(offsets[-1] + len(tokens))
 
+    bad = left_out[BAD]
     if bad and not args.skip_bad_data:
-        text = f"{len(bad)} records are not proteins; {EXPECTED}; --skip_bad_data leaves them out:"
+        text = f"{len(bad):,} bad records ({EXPECTED}; --skip_bad_data leaves them out), such as:"
         raise InputError("\n  ".join([text, *bad[:20]]))
     if bad:
-        logging.warning("\n  ".join([f"{len(bad)} bad records are left out:", *bad[:20]]))
-    for what, found in left_out.items():
-        if found:
-            logging.warning(f"{len(found)} {what}, such as {found[0]}")
+        logging.warning("\n  ".join([f"{len(bad):,} {BAD}, such as:", *bad[:20]]))
     rare = residue_counts[:, 20:].sum() / max(1, residue_counts.sum())
     nucleic = len(left_out[NUCLEIC])
     if rare > 0.02 or nucleic > len(parts):  # of UniProt's annotated proteins they are 0.005 %
@@ -792,10 +783,11 @@ def write_tokens(args, folder):
         raise InputError(f"{args.datafile}: expected proteins; {text}")
     train, valid, test = [parts.count(part) for part in (TRAIN, VALID, TEST)]
     if train == 0 or valid < 2 or (args.test_file and test < 2):
-        text = f"{train} proteins to train on, {valid} held out, {test} to test"
-        raise InputError(f"{args.datafile}: {text}; expected more, and none in two files")
+        text = f"{args.datafile}: {train} to train on, {valid} held out, {test} to test"
+        raise InputError(f"{text}, {len(left_out[SHARED])} in two files; expected more proteins")
     arrays = {"offsets": offsets, "parts": parts, "residue_counts": residue_counts}
-    np.savez(folder / "arrays.npz", **arrays, hash=digest.hexdigest())
+    texts = [f"{len(own):,} {what}, such as {own[0]}" for what, own in left_out.items() if own]
+    np.savez(folder / "arrays.npz", **arrays, hash=digest.hexdigest(), left_out=texts)
 
 
 def prepare(args):
@@ -805,7 +797,8 @@ def prepare(args):
         path = getattr(args, option)
         if path is not None and not Path(path).is_file():
             url = "ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
-            raise InputError(f"--{option} {path}: no such file. UniRef50: {url}")
+            found = "is a folder" if Path(path).is_dir() else f"there is no such file; see {url}"
+            raise InputError(f"--{option} {path}: {found}")
         stat = path and Path(path).stat()
         key.append(path and [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns])
     return cached(args.cache_dir, "uniref50", key, functools.partial(write_tokens, args))

@@ -172,7 +172,7 @@ def main():
         drawn = {"real": unseen[: args.samples], "rigorous": [], "simple": []}
         for method, steps in {"rigorous": 0, "simple": 16}.items():
             path = work / f"{method}.fasta"
-            options = f"""{work}/run-chain/best.pt --count={args.samples} --steps={steps}
+            options = f"""{work}/run-chain/best.pt --num_samples={args.samples} --steps={steps}
                 --method={method} --out={path} --batch_size=64 --device=cpu"""
             sides.run_tool("sample_uniref50.py", *options.split())
             for _, text in script.read_records(path):

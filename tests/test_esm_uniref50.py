@@ -128,8 +128,8 @@ def test_weights_that_do_not_fit(trained, tmp_path):
     BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
     cases = {
         (tmp_path / "bert", tmp_path / "x"): "bert: it is not an ESM-2 with its head: vocab_size",
-        (tmp_path / "old.pt", tmp_path / "x"): "old.pt: expected best.pt, step_N.pt or",
-        (best, tmp_path / "bert"): "bert exists, or its folder does not",
+        (tmp_path / "old.pt", tmp_path / "x"): "old.pt: KeyError; expected best.pt, step_N.pt",
+        (best, tmp_path / "bert"): "bert exists: expected a new file",
     }
     for words, reason in cases.items():
         *_, last = convert(*words, status=2).splitlines()

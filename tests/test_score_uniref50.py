@@ -75,6 +75,7 @@ def test_masked_marginals(tmp_path):
             noisy[int(change[1:-1])] = script.MASK
             logp = np.log(urn_law(noisy)[int(change[1:-1])])
             rows[row] += logp[LETTERS.index(change[-1])] - logp[LETTERS.index(change[0])]
+    rows |= {"0,b,": 0.0, "1,c,WT": 0.0}  # nothing changes
     masked = []
 
     def listen(batch):
@@ -107,18 +108,20 @@ def test_report(capsys):
         found = [float(text) for text in re.findall(r"\d+\.\d+", line)]
         assert found == pytest.approx([mean, error, np.exp(mean), mean / np.log(2)], abs=1e-4)
     tool.report({"a": PROTEINS["a"]}, nats[:1, :1], counts)
-    assert "network      1.0000 +- nan nats per residue, perp" in capsys.readouterr().out
+    assert "network      1.0000 nats per residue, perp" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, server):
-    """A folder with best.pt of a tiny run on proteins.fasta, x, the first 8 of them, and y, 7 more
-    ahead of them. The network knows 46 residues; protein_4 and protein_5 have more."""
+    """A folder with best.pt of a tiny run on proteins.fasta; x, its first 8; y.csv, a bad one and 7
+    more ahead of them. The network knows 46 residues; protein_4 and protein_5 have more."""
     folder = tmp_path_factory.mktemp("score")
     Task("run_train_uniref50_ddp", folder, server).run(folder, "--n_iters=20", ranks=1)
     lines = (folder / "proteins.fasta").read_text().splitlines(keepends=True)
     (folder / "x").write_text("".join(lines[:16]))
-    (folder / "y").write_text("".join(lines[16:30] + lines[:16]))
+    records = "".join(lines[16:30] + lines[:16]).split(">")[1:]
+    rows = [record.replace("\n", ",", 1) for record in records]
+    (folder / "y.csv").write_text("id,sequence\nodd,A-C\n" + "".join(rows))
     return folder
 
 
@@ -130,10 +133,10 @@ def call(folder, file, *options, **more):
 @pytest.mark.parametrize("option", ["--draws=4", "--orders=2", "--mask_rate=0.15"])
 def test_scores(trained, tmp_path, option):
     """The batch size and other records change nothing; the seed does."""
-    assert "8 of 8 sequences; 2 longer than 46, and cut" in call(
-        trained, "x", option, f"--out={tmp_path}/a"
-    )
-    call(trained, "y", option, "--batch_size=1", f"--out={tmp_path}/b")
+    said = call(trained, "x", option, f"--out={tmp_path}/a")
+    assert "2 longer than 46 residues, and cut, such as protein_4" in said
+    said = call(trained, "y.csv", option, "--batch_size=1", f"--out={tmp_path}/b")
+    assert f"1 bad records are left out, such as {trained}/y.csv: entry 0 >odd: '-' among" in said
     call(trained, "x", option, "--seed=1", f"--out={tmp_path}/c")
     a, b, c = [pandas.read_csv(tmp_path / name) for name in "abc"]
     pandas.testing.assert_frame_equal(a, b[7:].reset_index(drop=True), atol=3e-6)
@@ -163,24 +166,24 @@ def test_variants_of_one_sequence(trained, tmp_path):
     (trained / "one").write_text(">a\nACDEF\n")
     (tmp_path / "x.csv").write_text("name,mutant\nb,C2C\n")
     said = call(trained, "one", f"--variants={tmp_path}/x.csv", f"--out={tmp_path}/out", status=2)
-    assert "line 2: 'C2C': expected such as A42G, once; 'b' has nothing to change there" in said
+    assert f"line 2: no sequence named 'b' in {trained}/one; it begins with ['a']" in said
     (tmp_path / "x.csv").write_text("mutant\nC2C\n")
     call(trained, "one", f"--variants={tmp_path}/x.csv", f"--out={tmp_path}/out")
     assert (tmp_path / "out").read_text() == "mutant,score\nC2C,0.000000\n"
 
 
 WRONG = {  # more of FILE, or options, or the table of --variants; and what is said
-    ">c x\nA-C\n": "x: line 5 >c: '-' among the residues",
-    ">a\nAD\n": "x: line 5 >a: an earlier record has this name",
-    "name,mutant\na,C2K\na,A2C\n": "x.csv: line 3: 'A2C': expected .*; 'a' has C2 to",
-    "name,mutant\na,C2K:C2F\n": "x.csv: line 2: 'C2F': .* 'a' has nothing",
-    "a,C2K\na,D3K\n": "x.csv: expected CSV with mutant and name: 'name'",
-    "name,mutant\na,C2K\na,C2K,1\n": "x.csv: expected CSV .*: Error tokenizing data",
-    "name,mutant,score\na,C2K,1\n": "x.csv: expected CSV .*: cannot insert score, already",
+    ">a\nAD\n": "x: two records are named a",
+    "name,mutant\na,C2K\na,A2C\n": "x.csv: line 3: 'A2C': expected .*, once; 'a' has C2 here",
+    "name,mutant\na,C2K:C2F\n": "x.csv: line 2: 'C2F': expected .*, once; 'a' has C2 here",
+    "name,mutant\na,M171A\n": "x.csv: line 2: 'M171A': .*; 'a' has residues 1 to 3 here",
+    "a,C2K\na,D3K\n": "x.csv: found the columns a, C2K; expected mutant, name, and no score",
+    "name,mutant\na,C2K\na,C2K,1\n": "Error tokenizing data",
+    "name,mutant,score\na,C2K,1\n": "x.csv: found the columns name, mutant, score; expected",
     "--held_out": "expected proteins, and with --held_out some that are held out",
     "--embeddings=new.npz --block=3": "--block is for --embeddings, up to 2 here",
     "--orders=2 --mask_rate=0.5": ".* not allowed with argument",
-    "--out=.": ".: expected a new file, in a folder that is there",
+    "--out=.": "--out . exists: expected a new file",
 }
 
 
@@ -192,5 +195,5 @@ def test_wrong_uses(trained, tmp_path, text):
     options = text.split() if text[0] == "-" else [f"--variants={tmp_path}/x.csv"]
     said = call(trained, tmp_path / "x", f"--out={tmp_path}/new", *options, status=2)
     *others, line = said.splitlines()
-    assert re.match(f"score_uniref50.py: .*{WRONG[text]}", line) and len(others) < 2
+    assert re.match(f"score_uniref50.py: error: .*{WRONG[text]}", line) and len(others) < 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x.csv"]

@@ -416,7 +416,7 @@ def test_a_run_without_a_best_network(folder, tmp_path, monkeypatch):
     plain = script.summarize
     monkeypatch.setattr(script, "summarize", lambda nats, *rest: plain(nats * math.nan, *rest))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the held-out bound is nan: a lower --lr?"):
+        with pytest.raises(RuntimeError, match="the validation nelbo is nan: a lower --lr?"):
             run_here(script, *options)
         assert not (tmp_path / "run" / "best.pt").exists()
     monkeypatch.setattr(script, "summarize", plain)

@@ -53,7 +53,9 @@ def is_valid(sequence):
 def prepare(source, *options):
     """(sequences, counts of residues) of a file, read without the script's code"""
     words = [f"--datafile={source}", f"--val_ratio={RATIO}", f"--cache_dir={source}.cache"]
-    folder = script.prepare(parse_arguments(script, *words, *options))
+    args = parse_arguments(script, *words, *options)
+    folder = script.prepare(args)
+    script.Proteins(folder, args)  # says what is left out
     tokens = (folder / "tokens").read_bytes()
     arrays = np.load(folder / "arrays.npz")
     offsets = arrays["offsets"].tolist()
@@ -116,16 +118,16 @@ def test_bad_records_are_listed_with_their_lines(tmp_path, caplog):
     text = "\n \n"
     problems = []
     for record, what in [*damage.items()] * 5:
-        problems.append(f"x line {text.count(chr(10)) + 1} {record.split()[0]}: {what}")
+        problems.append(f"x: line {text.count(chr(10)) + 1} {record.split()[0]}: {what}")
         text += record
     (tmp_path / "x").write_text(text + fasta(good))
     with pytest.raises(script.InputError) as caught:
         prepare(tmp_path / "x")
     lines = "\n  ".join(problems[:20])
-    assert re.match("25 records are not proteins; expected FASTA.*:\n  ", str(caught.value))
+    assert re.match(r"25 bad records \(expected FASTA.*\), such as:\n  ", str(caught.value))
     assert str(caught.value).endswith(lines)
     assert prepare(tmp_path / "x", "--skip_bad_data")[0] == good
-    assert f"25 bad records are left out:\n  {lines}" in caplog.text
+    assert f"25 bad records are left out, such as:\n  {lines}" in caplog.text
 
 
 def test_bad_entries_of_lists_and_lines(tmp_path, caplog):
@@ -135,11 +137,11 @@ def test_bad_entries_of_lists_and_lines(tmp_path, caplog):
     torch.save([*bad, "MK-V", *good], tmp_path / "x.pt")
     assert prepare(tmp_path / "x.pt", "--skip_bad_data")[0] == good
     for number in range(6):
-        assert f"\n  x.pt entry {number}: no residues" in caplog.text
-    assert "\n  x.pt entry 6: '-' among the residues" in caplog.text
+        assert f"\n  x.pt: entry {number}: no residues" in caplog.text
+    assert "\n  x.pt: entry 6: '-' among the residues" in caplog.text
     (tmp_path / "x").write_text("\n".join(["ALBU\tMKV", *good]))
     assert prepare(tmp_path / "x", "--skip_bad_data")[0] == good
-    assert "\n  x line 1: '\\t' among the residues" in caplog.text
+    assert "\n  x: line 1: '\\t' among the residues" in caplog.text
 
 
 def test_nucleic_acids_among_proteins_are_left_out(tmp_path, caplog):
@@ -147,7 +149,7 @@ def test_nucleic_acids_among_proteins_are_left_out(tmp_path, caplog):
     good = [*some_sequences(60, seed=3), 20 * "G", 20 * "AG" + "S"]
     (tmp_path / "x").write_text(">rna\n" + 7 * "acU" + "\n" + fasta(good) + ">n\n" + 21 * "N")
     assert prepare(tmp_path / "x")[0] == good
-    said = "2 records of A C G T U N alone are left out as DNA or RNA, such as x line 1 >rna"
+    said = "2 records of A C G T U N alone are left out as DNA or RNA, such as x: line 1 >rna"
     assert said in caplog.text
 
 
@@ -155,11 +157,11 @@ WORDS_OF_TEXT = "some of our own words would be read as residues because each le
 HOSTILE = {  # name: bytes, and a part of what is said
     "dna.fasta": (b">c\nACCATGTAGATTACAGATCATG\n" * 50, "expected proteins; 0% .* 50 records DNA"),
     "words.txt": (WORDS_OF_TEXT.replace(" ", "\n").encode(), "[12].% of the letters are X B"),
-    "banner.fasta": (b"; release 2024_01\n>a\nMKV\n", "line 2 begins with >; expected FASTA from"),
-    "utf16.txt": (fasta(SEQUENCES).encode("utf-16"), "0 proteins to train on, 0 held out"),
+    "banner.fasta": (b"; release 2024_01\n>a\nMKV\n", "line 2: found >; expected it from line 1"),
+    "utf16.txt": (fasta(SEQUENCES).encode("utf-16"), "0 to train on, 0 held out"),
     "damaged.parquet": (b"PAR1", "cannot be read: "),
-    "headless.csv": (b"a,MKV\nb,MKK\n", r"expected a column .*; found \['a', 'MKV'\]"),
-    "equal.fasta": (b">a\nMKV\n" * 9, "9 proteins to train on, 0 held out, 0 to test; expected"),
+    "headless.csv": (b"a,MKV\nb,MKK\n", "found the columns a, MKV; expected protein_seq"),
+    "equal.fasta": (b">a\nMKV\n" * 9, "9 to train on, 0 held out, 0 to test, 0 in two"),
     "cut.fasta.gz": (gzip.compress(PLAIN)[:999], "cannot be read: "),
     "pickle.pt": (b"cos\nsystem\n(S'true'\ntR.", "cannot be read: "),
     "weights.pt": (saved({"model": torch.zeros(3)}), "expected a list, or a dict"),
@@ -312,7 +314,7 @@ def test_samples_are_compared(trained, tmp_path):
 
 
 def test_lengths_of_samples_and_of_gaps(tmp_path):
-    args = argparse.Namespace(infill=None, length=0, count=4000, seed=0)
+    args = argparse.Namespace(infill=None, length=0, num_samples=4000, seed=0)
     templates, _ = sampler.make_templates(args, 46, {3: 10, 7: 20, 46: 70})
     found = np.bincount([len(template) - 2 for template in templates])
     assert chisquare(found[[3, 7, 46]], [400, 800, 2800]).pvalue > 1e-4
@@ -352,18 +354,18 @@ def test_wrong_uses_of_the_sampler(trained, tmp_path):
     state["args"]["valid_file"] = "own.fasta"
     torch.save(state, tmp_path / "own.pt")
     cases = {
-        f"{best} --infill={tmp_path}/full.fasta --length=5": "give one of the two",
+        f"{best} --infill={tmp_path}/full.fasta --length=5": "not allowed with argument",
         f"{best} --length=47": "knows at most 46 residues",
         f"{best} --compare={tmp_path}/full.fasta": "expected proteins, and some that are held out",
         f"{tmp_path}/own.pt --compare={tmp_path}/full.fasta": "run's own.fasta as the second file",
-        f"{best} --out=/no/such/folder/x": "its folder does not: expected a new file",
-        f"{best} --out={tmp_path}/full.fasta": "exists, or its folder does not",
+        f"{best} --out=/no/such/folder/x": "there is no such folder",
+        f"{best} --out={tmp_path}/full.fasta": "full.fasta exists: expected a new file",
         f"{tmp_path}/full.fasta": "expected best.pt, step_N.pt or latest.pt of",
     }
     for words, reason in cases.items():
         argv = f"--device=cpu --out={tmp_path}/x {words}".split()
         *_, last = call_script("tools/sample_uniref50", *argv, status=2).splitlines()
-        assert last.startswith("sample_uniref50.py: ") and reason in last
+        assert last.startswith("sample_uniref50.py: error: ") and reason in last
     assert not (tmp_path / "x").exists()
 
 

@@ -21,10 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from sample_uniref50 import load_network
+from sample_uniref50 import check_new, load_network
+from transformers import EsmConfig, EsmForMaskedLM, EsmTokenizer
 
 import run_train_uniref50_ddp as script
-from run_train_uniref50_ddp import BEGIN, END, MASK, RESIDUES, SIZES, InputError
+from run_train_uniref50_ddp import BEGIN, END, MASK, RESIDUES, SIZES, InputError, Parser
 
 NAMES = {  # parts of the names of weights: in the script, and in EsmForMaskedLM
     "embed": "esm.embeddings.word_embeddings",
@@ -45,15 +46,17 @@ VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPQKNFYMHWCXBUZO.-"
 VOCABULARY += ["<null_1>", "<mask>"]
 TOKENS = {BEGIN: 0, END: 2, MASK: 32}  # {token of the script: of ESM-2}
 TOKENS |= {RESIDUES.index(x): VOCABULARY.index(x) for x in RESIDUES if x != "J"}
+# of EsmConfig: what the script's network cannot change
+SETTINGS = {"vocab_size": 33, "position_embedding_type": "rotary", "emb_layer_norm_before": False}
+SETTINGS |= {"pad_token_id": 1, "mask_token_id": 32, "layer_norm_eps": 1e-5}
 
 
 def parse_args():
-    parser = script.Parser(description=__doc__, formatter_class=script.HelpFormatter)
-    parser.add_argument("source", type=Path, help="a folder of ESM-2, or best.pt or step_N.pt")
+    parser = Parser(description=__doc__, formatter_class=script.HelpFormatter, allow_abbrev=False)
+    parser.add_argument("source", type=Path, help="ESM-2's folder, best.pt, step_N.pt or latest.pt")
     parser.add_argument("out", type=Path, help="file or folder to write")
     args = parser.parse_args()
-    if args.out.exists() or not args.out.absolute().parent.is_dir():
-        parser.error(f"{args.out} exists, or its folder does not: give another one")
+    check_new(parser, "out", args.out)
     return args
 
 
@@ -79,22 +82,14 @@ def make_network(sizes):
 
 def from_esm(folder):
     """(Denoiser with the weights of a folder of ESM-2, its sizes)"""
-    from transformers import EsmForMaskedLM
-
     try:
         esm, report = EsmForMaskedLM.from_pretrained(folder, output_loading_info=True)
     except Exception as error:  # it holds something else
         raise InputError(f"{folder}: expected ESM-2 as transformers saves it: {error}") from None
     config = esm.config
-    missing = [name for name in report["missing_keys"] if "contact_head" not in name]
-    found = {
-        "vocab_size": config.vocab_size == 33,
-        "position_embedding_type": config.position_embedding_type == "rotary",
-        "emb_layer_norm_before": not config.emb_layer_norm_before,
-        "intermediate_size": config.intermediate_size == 4 * config.hidden_size,
-        **dict.fromkeys(missing, False),
-    }
-    wrong = [name for name, is_right in found.items() if not is_right]
+    expected = {**SETTINGS, "intermediate_size": 4 * config.hidden_size}
+    wrong = [name for name, value in expected.items() if (getattr(config, name) or False) != value]
+    wrong += [name for name in report["missing_keys"] if "contact_head" not in name]
     if wrong:
         raise InputError(f"{folder}: it is not an ESM-2 with its head: {wrong[0]}")
     sizes = [config.hidden_size, config.num_hidden_layers, config.num_attention_heads]
@@ -110,12 +105,8 @@ def from_esm(folder):
 
 def to_esm(model, options):
     """EsmForMaskedLM with the weights of a Denoiser."""
-    from transformers import EsmConfig, EsmForMaskedLM
-
     config = EsmConfig(
-        vocab_size=len(VOCABULARY),
-        pad_token_id=VOCABULARY.index("<pad>"),
-        mask_token_id=VOCABULARY.index("<mask>"),
+        **SETTINGS,
         hidden_size=options.hidden_size,
         intermediate_size=4 * options.hidden_size,
         num_hidden_layers=options.n_blocks_prot,
@@ -123,9 +114,6 @@ def to_esm(model, options):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=options.max_protein_len + 2,
-        layer_norm_eps=1e-5,
-        position_embedding_type="rotary",
-        emb_layer_norm_before=False,
         token_dropout=options.token_dropout,
     )
     esm = EsmForMaskedLM(config).eval()
@@ -149,8 +137,6 @@ def main():
     model, _, options = load_network(args.source, torch.device("cpu"))
     to_esm(model, options).save_pretrained(args.out)
     (args.out / "vocab.txt").write_text("\n".join(VOCABULARY))
-    from transformers import EsmTokenizer
-
     EsmTokenizer(args.out / "vocab.txt").save_pretrained(args.out)
     print(f"{args.out}: EsmForMaskedLM of transformers; it has no token for J")
 
@@ -160,5 +146,5 @@ if __name__ == "__main__":
         with torch.no_grad():
             main()
     except (InputError, OSError) as error:
-        print(f"esm_uniref50.py: {error}", file=sys.stderr)
+        print(f"esm_uniref50.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,7 +1,7 @@
 """Draw protein sequences from a network of run_train_uniref50_ddp.py.
 
-    python tools/sample_uniref50.py experiments_ddp/best.pt --count 100 --length 120 --steps 60
-    python tools/sample_uniref50.py experiments_ddp/best.pt --infill motifs.fasta --count 4
+    python tools/sample_uniref50.py experiments_ddp/best.pt --num_samples 100 --length 120
+    python tools/sample_uniref50.py experiments_ddp/best.pt --infill motifs.fasta --num_samples 4
     python tools/sample_uniref50.py experiments_ddp/best.pt --compare uniref50.fasta.gz
 
 Methods. rigorous: samples of the model. Residues appear one by one in a random order, which is
@@ -10,7 +10,7 @@ simple: the surest residues first (MaskGIT, Chang et al. 2022), which is fast, b
 another law: too sharp. --temperature other than 1 changes the law, too.
 
 --infill FILE: FASTA, or a sequence on each line. `?` is a residue to be drawn given the rest,
-`?{30}` are 30, `?{20-40}` are 20 to 40: each of --count samples draws how many, all are as likely.
+`?{30}` are 30, `?{20-40}` are 20 to 40: each of --num_samples draws how many, all are as likely.
 
 --compare FILE: the training data, of which the same is held out as in the run. --compare FILE FILE:
 the training data, and held-out proteins (--valid_file of the run). Of each part the first 2,000 are
@@ -50,35 +50,43 @@ def parse_args():
     add = parser.add_argument
     add("checkpoint", type=Path, help="best.pt, step_N.pt or latest.pt of a run")
     add("--out", type=Path, default=Path("samples.fasta"), help="file to write")
-    add("--count", type=COUNT, default=16, help="samples; with --infill of each record")
-    add("--length", type=NATURAL, default=0, help="residues; 0: as whole training sequences have")
-    add("--infill", type=Path, metavar="FILE", help="sequences whose `?` are drawn")
+    add("--num_samples", "--count", type=COUNT, default=16, help="with --infill of each record")
+    one_of = parser.add_mutually_exclusive_group().add_argument
+    one_of("--length", type=NATURAL, default=0, help="residues; 0: as training sequences have")
+    one_of("--infill", type=Path, metavar="FILE", help="sequences whose `?` are drawn")
     add("--method", choices=["rigorous", "simple"], help="without it the run's --sampling_method")
-    add("--steps", type=NATURAL, default=0, help="network calls per batch; 0: one per residue")
+    add("--steps", type=NATURAL, default=0, help="forward passes per batch; 0: one per residue")
     add("--temperature", type=script.number(1e-6), default=1.0, help="of the predictions")
     add("--all_letters", action="store_true", help="draw X B U Z O J, too, if the data have them")
     add("--seed", type=NATURAL, default=0, help="of the samples")
-    add("--batch_size", type=COUNT, default=16, help="sequences per network call")
+    add("--batch_size", type=COUNT, default=16, help="sequences per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     add("--compare", type=Path, nargs="+", metavar="FILE", help="proteins, in one file or two")
     args = parser.parse_args()
-    if args.infill is not None and args.length > 0:
-        parser.error("--length and --infill: give one of the two")
-    if args.out.exists() or not args.out.parent.is_dir():
-        parser.error(f"--out {args.out} exists, or its folder does not: expected a new file")
+    check_new(parser, "--out", args.out)
     return args
+
+
+def check_new(parser, option, path):
+    """That `path` can be written, which was given as `option`."""
+    if path.exists():
+        parser.error(f"{option} {path} exists: expected a new file")
+    if not path.absolute().parent.is_dir():
+        parser.error(f"{option} {path}: there is no such folder")
 
 
 def load_network(path, device):
     """(network with its averaged weights, the checkpoint, options of its run)"""
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         options = argparse.Namespace(**state["args"])
         model = script.Denoiser(options)
         model.load_state_dict(state["ema_model"])
-    except Exception as error:  # there is no such file, or its network is another
-        text = f"expected best.pt, step_N.pt or latest.pt of {script.__file__}"
-        raise InputError(f"{path}: {text} ({type(error).__name__})") from error
+    except Exception as error:  # it is no checkpoint, or its network is another
+        text = "expected best.pt, step_N.pt or latest.pt of run_train_uniref50_ddp.py"
+        raise InputError(f"{path}: {type(error).__name__}; {text}") from None
     return model.eval().to(device), state, options
 
 
@@ -119,16 +127,16 @@ def make_templates(args, most, known_lengths):
     """(templates, names). known_lengths: {residues: whole sequences of the training data}"""
     generator = np.random.default_rng([args.seed, 0, 1])  # another stream than in `draw`
     if args.infill is not None:
-        return read_templates(args.infill, args.count, most, generator)
+        return read_templates(args.infill, args.num_samples, most, generator)
     if args.length > most:
         raise InputError(f"--length {args.length}: the network knows at most {most} residues")
     known_lengths = {args.length: 1} if args.length > 0 else known_lengths
     if not known_lengths:
         raise InputError(f"all training sequences are longer than {most} residues: give --length")
     shares = np.array([*known_lengths.values()]) / sum(known_lengths.values())
-    lengths = generator.choice([*known_lengths], args.count, p=shares)
+    lengths = generator.choice([*known_lengths], args.num_samples, p=shares)
     templates = [np.array([BEGIN, *[MASK] * length, END], np.uint8) for length in lengths]
-    return templates, [f"sample_{number}" for number in range(args.count)]
+    return templates, [f"sample_{number}" for number in range(args.num_samples)]
 
 
 def make_predict(model, residue_counts, all_letters, temperature, autocast, device):
@@ -220,24 +228,55 @@ def draw_texts(args, predict, templates, device):
     return [texts[i] for i in range(len(templates))]
 
 
+def good_records(path, bad):
+    """Yields (name, tokens as bytes) of proteins; appends to `bad` where other records stand."""
+    for number, (where, sequence) in enumerate(script.read_records(path), 1):
+        tokens, problem = script.encode(sequence)
+        if problem:
+            bad.append(f"{path}: {where}: {problem}")
+        else:
+            yield where.partition(">")[2] or f"record_{number}", tokens
+
+
+def warn(found, text):
+    if found:
+        print(f"{len(found):,} {text}, such as {found[0]}")
+
+
+def read_proteins(path, options, only_held_out):
+    """{name: tokens}: BEGIN, residues, END; of a long sequence the first part."""
+    if only_held_out and options.valid_file:
+        raise InputError(f"--held_out: that of the run is {options.valid_file}: score this file")
+    most = options.max_protein_len - 2
+    proteins = {}
+    bad = []
+    for name, residues in good_records(path, bad):
+        if name in proteins:
+            raise InputError(f"{path}: two records are named {name}")
+        if not only_held_out or script.is_held_out(residues, options.val_ratio):
+            tokens = np.array([BEGIN, *residues, END], np.uint8)
+            proteins[name] = tokens if len(residues) <= most else tokens[: most + 1]
+    warn(bad, "bad records are left out")
+    if not proteins:
+        raise InputError(f"{path}: expected proteins, and with --held_out some that are held out")
+    cut = [name for name, tokens in proteins.items() if tokens[-1] != END]
+    warn(cut, f"longer than {most} residues, and cut")
+    return proteins
+
+
 def read_reference(paths, val_ratio):
     """(training sequences, held-out ones), as texts: the parts of one file, or a file each."""
     parts = {False: [], True: []}  # by whether they are held out
     bad = []
     for number, path in enumerate(paths):
-        for where, sequence in script.read_records(path):
-            tokens, problem = script.encode(sequence)
-            if problem:
-                bad.append(f"{path}: {where}: {problem}")
-                continue
+        for _, tokens in good_records(path, bad):
             by_hash = len(paths) == 1 and script.is_held_out(tokens, val_ratio)
             part = parts[number > 0 or by_hash]
             if len(part) < REFERENCE:
                 part.append(letters_of(tokens))
             elif len(paths) > 1 or min(map(len, parts.values())) == REFERENCE:
                 break
-    if bad:
-        print(f"--compare: {len(bad)} bad records are left out, such as {bad[0]}")
+    warn(bad, "bad records are left out")
     held_out = {*parts[True]}  # the script trains on none of them
     train = [text for text in parts[False] if text not in held_out]
     if not train or not held_out:
@@ -326,5 +365,5 @@ if __name__ == "__main__":
     try:
         main()
     except (InputError, OSError) as error:
-        print(f"sample_uniref50.py: {error}", file=sys.stderr)
+        print(f"sample_uniref50.py: error: {error}", file=sys.stderr)
         sys.exit(2)

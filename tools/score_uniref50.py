@@ -3,13 +3,12 @@
     python tools/score_uniref50.py experiments_ddp/best.pt proteins.fasta --orders 4
 
 Written is a CSV file of name, residues, nats_per_residue and se, its standard error over the draws.
-By default the bound on -log p that training minimizes, the mean of --draws of the noise.
---orders: the same bound with less noise, by the chain rule, residue by residue in random orders.
-One draw of a sequence's bound has a standard deviation of 20 to 46 nats. Sequences of one length
-get the same masks and orders: the difference of two variants has much less.
---mask_rate: the cross entropy where this part is masked, by mask tokens alone.
---variants: CSV with a column mutant, such as A42G or A42G:L7V (residues count from 1), and name if
-FILE has several sequences. Adds score: the sum of log p(new) - log p(old), each position masked
+By default the bound on -log p that training minimizes, the mean of --draws of the noise (one draw
+has a standard deviation of 20 to 46 nats). --orders: the same with less noise, by the chain rule,
+residue by residue in random orders. Sequences of one length get the same masks and orders: the
+difference of two variants has much less. --mask_rate: the cross entropy where this part is masked.
+--variants: CSV with a column mutant, such as A42G, A42G:L7V (residues count from 1) or WT, and name
+if FILE has several sequences. Adds score: the sum of log p(new) - log p(old), each position masked
 alone in the sequence of FILE (masked marginals, Meier et al. 2021).
 --embeddings: names, and embeddings (sequences, hidden_size): means of the hidden states over the
 residues, nothing masked: of EsmModel's last_hidden_state in transformers, unless --block is given.
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import pandas
 import torch
-from sample_uniref50 import letters_of, load_network
+from sample_uniref50 import check_new, letters_of, load_network, read_proteins
 from tqdm import tqdm
 
 import run_train_uniref50_ddp as script
@@ -45,33 +44,12 @@ def parse_args():
     one_of("--embeddings", type=Path, metavar="OUT.npz", help="file to write, in place of --out")
     add("--block", type=NATURAL, help="embed after so many blocks; None: all, and the last norm")
     add("--seed", type=NATURAL, default=0, help="of masks and orders")
-    add("--batch_size", type=COUNT, default=64, help="masked copies per network call")
+    add("--batch_size", type=COUNT, default=64, help="masked copies per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
     parser.set_defaults(precision="auto")  # bf16 on GPUs, as in the sampler
     args = parser.parse_args()
-    out = args.embeddings or args.out
-    if out.exists() or not out.parent.is_dir():
-        parser.error(f"{out}: expected a new file, in a folder that is there")
+    check_new(parser, "--embeddings" if args.embeddings else "--out", args.embeddings or args.out)
     return args
-
-
-def read_proteins(path, options, only_held_out):
-    """{name: tokens}: BEGIN, residues, END; of a long sequence the first part."""
-    most = options.max_protein_len - 2
-    proteins = {}
-    for number, (where, text) in enumerate(script.read_records(path), 1):
-        residues, problem = script.encode(text)
-        name = where.partition(">")[2] or f"record_{number}"
-        if problem or name in proteins:
-            raise InputError(f"{path}: {where}: {problem or 'an earlier record has this name'}")
-        if not only_held_out or script.is_held_out(residues, options.val_ratio):
-            tokens = np.array([script.BEGIN, *residues, script.END], np.uint8)
-            proteins[name] = tokens if len(residues) <= most else tokens[: most + 1]
-    if not proteins:
-        raise InputError(f"{path}: expected proteins, and with --held_out some that are held out")
-    longer = [tokens for tokens in proteins.values() if tokens[-1] != script.END]
-    print(f"{len(proteins):,} of {number:,} sequences; {len(longer):,} longer than {most}, and cut")
-    return proteins
 
 
 def logp_of(args, network, tokens, masks):
@@ -87,8 +65,7 @@ def logp_of(args, network, tokens, masks):
 
 
 def score(args, network, tokens):
-    """Nats per residue of each draw of the noise, or of each order. They are the same for sequences
-    of one length: else the difference of two variants would be mostly noise."""
+    """Nats per residue of each draw of the noise, or of each order."""
     generator = np.random.default_rng([args.seed, len(tokens)])
     masks = []
     for rate in script.draw_mask_rates(args.orders or args.draws, generator):
@@ -116,45 +93,43 @@ def report(proteins, nats, residue_counts):
     for name, sums in {"network": nats.mean(1) * lengths, "frequencies": unigram}.items():
         mean = sums.sum() / lengths.sum()
         error = pandas.Series(sums - mean * lengths).std() * len(sums) ** 0.5 / lengths.sum()
+        spread = f" +- {error:.4f}" if len(sums) > 1 else ""
         text = f"perplexity {np.exp(mean):.4f}, {mean / np.log(2):.4f} bits"
-        print(f"{name:12} {mean:.4f} +- {error:.4f} nats per residue, {text}")
+        print(f"{name:12} {mean:.4f}{spread} nats per residue, {text}")
     table = pandas.DataFrame({"name": [*proteins], "residues": lengths})
     return table.assign(nats_per_residue=nats.mean(1), se=pandas.DataFrame(nats).sem(axis=1))
 
 
 def score_variants(args, network, proteins):
     """The table of --variants with a column score: the masked marginals, in nats."""
-    try:
-        table = pandas.read_csv(args.variants, dtype=str, na_filter=False, skip_blank_lines=False)
-        is_named = "name" in table or len(proteins) > 1
-        names = table["name"] if is_named else [*proteins] * len(table)
-        table.insert(table.shape[1], "score", 0.0)
-        mutants = table["mutant"].str.split(":")
-    except (KeyError, ValueError) as error:  # a column is missing, or score is one; pandas' own
-        raise InputError(
-            f"{args.variants}: expected CSV with columns mutant, name: {error}"
-        ) from error
-
-    changes = {}  # {name: {position: [(row of the table, substitution)]}}
-    for row, (name, mutant) in enumerate(zip(names, mutants, strict=True)):
-        letters = enumerate(letters_of(proteins.get(name, ())), 1)
-        unchanged = {f"{letter}{position}": position for position, letter in letters}
-        for text in mutant:
-            if text in ("", "WT"):  # nothing changes
-                continue
-            if text[:-1] not in unchanged or text[-1] not in RESIDUES:
-                here = next((known for known in unchanged if known[1:] == text[1:-1]), "none")
-                problem = f"expected such as A42G, once; of {len(unchanged)} in {name!r} {here}"
-                raise InputError(f"{args.variants}: line {row + 2}: {text!r}: {problem}")
-            position = unchanged.pop(text[:-1])  # not to be changed twice
-            changes.setdefault(name, {}).setdefault(position, []).append((row, text))
+    table = pandas.read_csv(args.variants, dtype=str, na_filter=False, skip_blank_lines=False)
+    names = table["name"] if "name" in table else [*proteins] * len(table)
+    if "mutant" not in table or "score" in table or len(names) != len(table):
+        text = f"found the columns {', '.join(table)}; expected mutant, name, and no score"
+        raise InputError(f"{args.variants}: {text}")
+    changes = {}  # {name: {position: {row of the table: new residue}}}
+    for row, (name, mutant) in enumerate(zip(names, table["mutant"], strict=True)):
+        where = f"{args.variants}: line {row + 2}"
+        if name not in proteins:
+            text = f"no sequence named {name!r} in {args.file}; it begins with {[*proteins][:3]}"
+            raise InputError(f"{where}: {text}")
+        letters = letters_of(proteins[name])
+        for text in mutant.split(":") if mutant not in ("", "WT") else []:
+            position = int(text[1:-1]) if text[1:-1].isdecimal() else 0
+            here = letters[position - 1 : position]  # "" past the end
+            rows = changes.setdefault(name, {}).setdefault(position, {})
+            if not here or text[0] != here or text[-1] not in RESIDUES or row in rows:
+                has = f"{here}{position}" if here else f"residues 1 to {len(letters)}"
+                text = f"{text!r}: expected such as A42G, once; {name!r} has {has} here"
+                raise InputError(f"{where}: {text}")
+            rows[row] = RESIDUES.index(text[-1])
 
     scores = np.zeros(len(table))
     for name, own in changes.items():
-        for position, logp in zip(own, logp_of(args, network, proteins[name], [*own]), strict=True):
-            nats = dict(zip(RESIDUES, logp[position], strict=True))
-            for row, text in own[position]:
-                scores[row] += nats[text[-1]] - nats[text[0]]
+        tokens = proteins[name]
+        for position, logp in zip(own, logp_of(args, network, tokens, [*own]), strict=True):
+            for row, new in own[position].items():
+                scores[row] += logp[position, new] - logp[position, tokens[position]]
     return table.assign(score=scores)
 
 
@@ -165,8 +140,6 @@ def main():
     model, state, options = load_network(args.checkpoint, args.device)
     if args.block is not None and (args.embeddings is None or args.block > options.n_blocks_prot):
         raise InputError(f"--block is for --embeddings, up to {options.n_blocks_prot} here")
-    if args.held_out and options.valid_file:
-        raise InputError(f"--held_out: that of the run is {options.valid_file}: score this file")
     proteins = read_proteins(args.file, options, args.held_out)
     sequences = tqdm(proteins.values(), unit=" sequences", disable=None, leave=False, delay=1)
     with script.choose_precision(args, args.device)():
@@ -192,6 +165,6 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (InputError, OSError) as error:
-        print("score_uniref50.py:", *str(error).split(), file=sys.stderr)
+    except (InputError, OSError, ValueError) as error:  # ValueError: pandas'
+        print("score_uniref50.py: error:", *str(error).split(), file=sys.stderr)
         sys.exit(2)
