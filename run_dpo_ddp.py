@@ -213,15 +213,15 @@ class Pairs(Dataset):
         step, global_ids, positions_in_batch = item
         ids = global_ids[positions_in_batch]
         # numpy takes [a, b, 0] for [a, b], and the sampler draws by [seed, epoch]: hence i + 1
-        return self.batch(ids, [[self.args.seed, step, i + 1] for i in ids])
+        return self.make_batch(ids, [[self.args.seed, step, i + 1] for i in ids])
 
     def validation_batch(self, numbers):
         """Held-out pairs, of those from 0 on, in decoding orders that never change."""
         numbers = np.repeat(numbers, self.args.eval_orders)
         order = np.arange(len(numbers)) % self.args.eval_orders
-        return self.batch(self.valid_ids[numbers], np.stack([order, numbers + 1], axis=1))
+        return self.make_batch(self.valid_ids[numbers], np.stack([order, numbers + 1], axis=1))
 
-    def batch(self, ids, seeds):
+    def make_batch(self, ids, seeds):
         """The pairs `ids`, in random decoding orders by `seeds`."""
         backbones = list(dict.fromkeys(self.backbone[i] for i in ids))  # each once
         sizes = [len(self.atoms[i]) for i in backbones]
@@ -260,13 +260,13 @@ class Pairs(Dataset):
             sizes = np.bincount(self.group)
             if len(sizes) == 1:
                 raise InputError("all pairs are linked by shared sequences: give --val_data")
-            room = math.ceil(self.args.val_fraction * len(self.group))
+            rows_left = math.ceil(self.args.val_fraction * len(self.group))
             held = []
             # not by --seed: runs with other seeds hold out the same
             for number in np.random.default_rng(42).permutation(len(sizes)):
-                if sizes[number] <= room and len(held) < len(sizes) - 1:
+                if sizes[number] <= rows_left and len(held) < len(sizes) - 1:
                     held.append(number)
-                    room -= sizes[number]
+                    rows_left -= sizes[number]
             smallest = [sizes.argmin()]  # if none fits
             is_held = np.isin(self.group, held or smallest)
         self.train_ids = np.flatnonzero(~is_held)
@@ -467,7 +467,7 @@ def pair_scores(args, logits, reference_logp, batch):
 LOGGED = "loss rewards/accuracies rewards/margins rewards/chosen rewards/rejected".split()
 
 
-def weighted_loss(args, logits, reference_logp, batch):
+def batch_loss(args, logits, reference_logp, batch):
     """What a micro-batch adds to the loss of the step, and to what is LOGGED of it, (5,), without
     weights. Each pair's part is divided by the number of pairs in the global batch: ranks may have
     different numbers of pairs, and a mean of their means is not the mean."""
@@ -521,6 +521,7 @@ def train(args, device, data, model, reference, state, log):
     logging.info(f"  {steps:,} steps, {sampler.steps:,} an epoch")
     decay = args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=decay, fused=True)
+    world_size = dist.get_world_size()
     autocast = choose_precision(args, device)
     loop = {"step": 0, "baseline": {}, "best": {}, "best_metrics": {}}  # baseline: before training
     if state:
@@ -534,16 +535,16 @@ def train(args, device, data, model, reference, state, log):
     ddp_model = wrap_ddp(model, args, device)
     compiled_reference = torch.compile(reference) if args.compile else reference
     # the first three make a checkpoint a file of ProteinMPNN, too
-    parts = {"num_edges": model.k_neighbors, "noise_level": model.noise_level}
-    parts.update(model_state_dict=model, reference=reference)
-    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **parts)
+    contents = {"num_edges": model.k_neighbors, "noise_level": model.noise_level}
+    contents.update(model_state_dict=model, reference=reference)
+    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, **contents)
     validation_logp = {}  # under the reference, see `evaluate`
     sampler.start = loop["step"]
     batches = make_loader(data, sampler, args, device)
     if not loop["baseline"]:
         loop["baseline"] = evaluate(args, model, reference, validation_logp, data, autocast, device)
-        row = {f"val/{name}": value for name, value in loop["baseline"].items()}
-        log.write({"step": 0, "epoch": 0, **row})
+        val_row = {f"val/{name}": value for name, value in loop["baseline"].items()}
+        log.write({"step": 0, "epoch": 0, **val_row})
         save("latest.pt", optimizer=optimizer)
 
     logging.info("Starting distributed training...")
@@ -569,8 +570,8 @@ def train(args, device, data, model, reference, state, log):
                 with torch.no_grad():
                     reference_logits = compiled_reference(batch) / args.temperature
                     reference_logp = log_probabilities(reference_logits, batch.letters)
-            loss, micro_metrics = weighted_loss(args, logits, reference_logp, batch)
-            (loss * dist.get_world_size()).backward()  # DDP takes the mean, we want the sum
+            loss, micro_metrics = batch_loss(args, logits, reference_logp, batch)
+            (loss * world_size).backward()  # DDP takes the mean, we want the sum
             metrics += micro_metrics
         norm = update_if_finite(args, optimizer)
         meter.add(metrics, norm)
@@ -580,19 +581,20 @@ def train(args, device, data, model, reference, state, log):
         # log, and agree whether to stop
         must_evaluate = position == sampler.steps - 1
         must_save = loop["step"] % args.save_every == 0 or must_evaluate
-        row = {"step": loop["step"], "epoch": epoch, "lr": lr}
-        reason = meter.log_and_agree(log, row, sampler.global_batch, must_save)
+        log_row = {"step": loop["step"], "epoch": epoch, "lr": lr}
+        reason = meter.log_and_agree(log, log_row, sampler.global_batch, must_save)
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(args, model, reference, validation_logp, data, autocast, device)
-            if not math.isfinite(metrics["loss"]):
-                raise RuntimeError(f"the validation loss is {metrics['loss']}: a lower --lr?")
-            row = {f"val/{name}": value for name, value in metrics.items()}
-            log.write({"step": loop["step"], "epoch": epoch, **row})
-            if not loop["best"] or metrics["loss"] < loop["best"]["value"]:
-                loop["best"] = {"metric": "loss", "value": metrics["loss"], "step": loop["step"]}
-                loop["best_metrics"] = metrics
+            val_metrics = evaluate(args, model, reference, validation_logp, data, autocast, device)
+            val_loss = val_metrics["loss"]
+            if not math.isfinite(val_loss):
+                raise RuntimeError(f"the validation loss is {val_loss}: a lower --lr?")
+            val_row = {f"val/{name}": value for name, value in val_metrics.items()}
+            log.write({"step": loop["step"], "epoch": epoch, **val_row})
+            if not loop["best"] or val_loss < loop["best"]["value"]:
+                loop["best"] = {"metric": "loss", "value": val_loss, "step": loop["step"]}
+                loop["best_metrics"] = val_metrics
                 save("best_model.pt")
 
         # save, with what the evaluation has changed
@@ -612,7 +614,8 @@ def train(args, device, data, model, reference, state, log):
 def main(args):
     device = setup_ddp(args)
     # these may change on a resume: data are compared by their content
-    state = open_run(args, "train_data val_data max_length skip_bad_data num_epochs".split())
+    free_on_resume = "train_data val_data max_length skip_bad_data num_epochs".split()
+    state = open_run(args, free_on_resume)
     model, reference = on_rank0(load_networks, args)
     logging.info("Preparing data loaders...")
     data = Pairs(read_once(functools.partial(prepare, k=model.k_neighbors), args), args)
@@ -633,19 +636,20 @@ def main(args):
     if reason:
         return log.stop(reason, steps=loop["step"], best=loop["best"])
     held_out = [data.name[i] for i in data.valid_ids]
-    results = {"best": loop["best"], "validation": loop["best_metrics"], "held_out": held_out}
-    log.close("finished", steps=loop["step"], baselines={"before": loop["baseline"]}, **results)
+    figures = {"best": loop["best"], "validation": loop["best_metrics"], "held_out": held_out}
+    log.close("finished", steps=loop["step"], baselines={"before": loop["baseline"]}, **figures)
     logging.info("Training and evaluation completed successfully!")
     return 0
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: weights, structures and pairs, once. Training needs only the network and Pairs
+# Reading
 
+# Weights, structures and pairs, once: training needs only the network and Pairs.
 READER = 9  # raise it when you change what is read or kept: else an old cache is used
 BACKBONE = ["N", "CA", "C", "O"]
-RESIDUES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)  # ALA, CYS, ...
-LETTERS = dict(zip(RESIDUES, ALPHABET[:-1], strict=True))
+RESIDUE_NAMES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)
+LETTERS = dict(zip(RESIDUE_NAMES, ALPHABET[:-1], strict=True))  # {"ALA": "A", ...}
 # selenomethionine, and protonation states as AMBER and CHARMM name them
 OTHERS = """MSE:M HID:H HIE:H HIP:H HSD:H HSE:H HSP:H CYX:C CYM:C ASH:D GLH:E LYN:K"""
 LETTERS.update(entry.split(":") for entry in OTHERS.split())
@@ -828,7 +832,7 @@ def read_letters(name, text, native):
 def choose_mutable(row, labels, total):
     """(total,) bool: which of the first residues, of which these are the labels, a Row lets change.
     Raises ValueError."""
-    ranges = [[place, place] for place in row.mutable_positions] + list(row.mutable_ranges)
+    ranges = [[index, index] for index in row.mutable_positions] + list(row.mutable_ranges)
     mutable = np.arange(total) < (0 if ranges else len(labels))
     labels = labels.tolist()
     for ends in ranges:
@@ -840,7 +844,7 @@ def choose_mutable(row, labels, total):
     return mutable
 
 
-def write_pairs(rows, args, k, folder):
+def write_pairs(args, rows, k, folder):
     """Read the pairs, and write what Pairs loads. rows: [(is it of --val_data, where it stands,
     path of its structure, fields)]. Raises InputError. (rank 0)"""
     backbones = []
@@ -849,7 +853,7 @@ def write_pairs(rows, args, k, folder):
     cluster_ids = {}
     pairs = []
     trained_on = {}  # {(backbone, letters of a pair): where it stands}
-    problems = []
+    bad = []
     notes = collections.defaultdict(list)  # {what is odd: [where]}
     read = functools.cache(functools.partial(read_structure, notes=notes))  # each file once
     for is_valid, where, path, fields in tqdm(rows, "Reading", unit=" pairs", disable=None):
@@ -869,7 +873,7 @@ def write_pairs(rows, args, k, folder):
             if clusters.setdefault(structure, cluster) != cluster:
                 raise ValueError("pairs before on this structure have another cluster, or none")
         except (AttributeError, TypeError, ValueError) as error:
-            problems.append(f"{where}: {error}")
+            bad.append(f"{where}: {error}")
             continue
         if len(np.unique(backbone[2])) < len(chains):
             text = "pairs do not see all chains of their file (fixed_chains names context)"
@@ -891,20 +895,20 @@ def write_pairs(rows, args, k, folder):
         pair["name"] = f"{Path(path).name.split('.')[0]}:{where.split()[-1]}"
         pairs.append(pair)
 
-    some = "".join(f"\n  {problem}" for problem in problems[:20])
-    if problems and not args.skip_bad_data:
-        raise InputError(f"{len(problems)} bad pairs; --skip_bad_data leaves such rows out:{some}")
+    some = "".join(f"\n  {text}" for text in bad[:20])
+    if bad and not args.skip_bad_data:
+        raise InputError(f"{len(bad)} bad pairs; --skip_bad_data leaves such rows out:{some}")
     for path, is_valid in {args.train_data: False, args.val_data: True}.items():
         if path and not any(pair["is_valid"] == is_valid for pair in pairs):
             raise InputError(f"{path}: no pairs; see --help{some}")
-    if problems:
-        logging.warning(f"{len(problems)} rows are left out:{some}")
+    if bad:
+        logging.warning(f"{len(bad)} rows are left out:{some}")
     if len(cluster_ids) == 1 and not args.val_data:
         logging.info("One structure or cluster: pairs are held out by their sequences")
         for pair, group in zip(pairs, group_by_sequence(pairs), strict=True):
             pair["group"] = group
-    for text, places in notes.items():
-        logging.warning(f"{len(places)} {text}, such as {places[0]}")
+    for text, found in notes.items():
+        logging.warning(f"{len(found)} {text}, such as {found[0]}")
 
     kept = {name: torch.cat([one[name] for one in backbones]) for name in backbones[0]}
     kept["sizes"] = [len(one["atoms"]) for one in backbones]
@@ -933,10 +937,12 @@ def prepare(args, k):
     rows = [(False, *row) for row in read_rows(args.train_data)]
     if args.val_data:
         rows += [(True, *row) for row in read_rows(args.val_data)]
-    files = sorted({path for _, _, path, _ in rows if os.path.exists(path)})
-    stats = [[path, os.path.getsize(path), os.stat(path).st_mtime_ns] for path in files]
+    stats = []
+    for path in sorted({path for _, _, path, _ in rows if os.path.exists(path)}):
+        stat = os.stat(path)
+        stats.append([path, stat.st_size, stat.st_mtime_ns])
     key = [READER, k, args.max_length, args.skip_bad_data, rows, stats]
-    return cached(args.cache_dir, "pairs", key, functools.partial(write_pairs, rows, args, k))
+    return cached(args.cache_dir, "pairs", key, functools.partial(write_pairs, args, rows, k))
 
 
 # ==================================================================================================

@@ -87,7 +87,7 @@ def load_data(module, args):
 
     def loss_of_pairs(batch):
         reference_logp = module.log_probabilities(model(batch), batch.letters)
-        return module.weighted_loss(args, model(batch), reference_logp, batch)[0]
+        return module.batch_loss(args, model(batch), reference_logp, batch)[0]
 
     def loss_of_images(batch):
         """A step of stage 2, without attacks."""

@@ -56,7 +56,7 @@ def dpo(script, args):
     def loss(models, batch):
         logits, reference_logits = [model(batch) for model in models]
         reference_logp = script.log_probabilities(reference_logits, batch.letters)
-        return script.weighted_loss(args, logits, reference_logp, batch)[0]
+        return script.batch_loss(args, logits, reference_logp, batch)[0]
 
     return torch.nn.ModuleList([model, reference]), data[0, np.arange(8), np.arange(8)], loss
 

@@ -67,8 +67,8 @@ def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
     pairs = script.Pairs(script.prepare(args, k=48), args)
     pairs.split()
     model = script.ProteinMPNN()
-    batch = mock.Mock(side_effect=pairs.batch)
-    monkeypatch.setattr(pairs, "batch", batch)
+    batch = mock.Mock(side_effect=pairs.make_batch)
+    monkeypatch.setattr(pairs, "make_batch", batch)
     monkeypatch.setattr(script, "gather", lambda own: [own])
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
     for rank in range(2):

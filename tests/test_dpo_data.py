@@ -18,7 +18,7 @@ import run_dpo_ddp as script
 
 pytestmark = pytest.mark.usefixtures("group")  # of one rank
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
-NAMES = dict(zip(LETTERS, [*script.RESIDUES, "UNK"], strict=True))
+NAMES = dict(zip(LETTERS, [*script.RESIDUE_NAMES, "UNK"], strict=True))
 
 
 def place(chain, number):
@@ -377,10 +377,10 @@ def test_weight_two_is_the_row_twice(tmp_path):
     args.global_batch_size = 3
 
     def loss(ids):
-        batch = data.batch(ids, [[i] for i in ids])
+        batch = data.make_batch(ids, [[i] for i in ids])
         logits = model(batch)
         logp = script.log_probabilities(logits / args.temperature, batch.letters)
-        return script.weighted_loss(args, logits, logp.detach(), batch)[0]
+        return script.batch_loss(args, logits, logp.detach(), batch)[0]
 
     expected = (2 * math.log(1 + math.exp(0.3)) + math.log(2)) / 3
     assert loss([0, 1]).item() == pytest.approx(expected, rel=1e-6)

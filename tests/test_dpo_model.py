@@ -218,11 +218,11 @@ def test_what_a_batch_adds_to_the_loss(kind):
     assert found.keys() == expected.keys()
     for name, values in found.items():
         assert values.tolist() == pytest.approx(expected[name].tolist(), rel=1e-5), name
-    loss, shown = script.weighted_loss(args, logits, reference_logp, batch)
+    loss, shown = script.batch_loss(args, logits, reference_logp, batch)
     whole = 2.5 * (losses[kind] + 0.7 * expected["nll"]).sum() / 4
     assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
     means = [expected[name].sum().item() / 4 for name in script.LOGGED]
     assert shown.tolist() == pytest.approx(means, rel=1e-5)
     logp = script.log_probabilities(logits, sequences)
-    _, shown = script.weighted_loss(args, logits, logp, batch)
+    _, shown = script.batch_loss(args, logits, logp, batch)
     assert shown[1].item() == 0.5 * 2 / 4

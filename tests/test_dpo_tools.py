@@ -115,7 +115,7 @@ def test_letters_are_drawn_as_the_official_program_draws_them(tied, folder, monk
     monkeypatch.setattr(network, "encode", encode)
     together = design.score_sequences(network, target, drawn, decode_rank)
     encode.assert_called_once()  # the backbone of both
-    monkeypatch.setattr(import_tool("score_dpo"), "RESIDUES", 1)  # each alone
+    monkeypatch.setattr(import_tool("score_dpo"), "BATCH_RESIDUES", 1)  # each alone
     alone = design.score_sequences(network, target, drawn, decode_rank)
     assert (together - alone).abs().max() < 1e-5
     drawn, decode_rank = drawn[0], decode_rank[0]

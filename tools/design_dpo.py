@@ -36,7 +36,7 @@ import pandas
 import torch
 import torch.nn.functional as F
 from make_dpo_pairs import Backbone, call, check_new, net_charge, read_structure
-from score_dpo import load_networks, score_sequences
+from score_dpo import load_models, score_sequences
 from tqdm import tqdm
 
 import run_dpo_ddp as script
@@ -103,9 +103,9 @@ class Target(Backbone):
         names = args.design_chains or [next(iter(chains))]
         labels = [label for name in names if name in chains for label in chains[name].labels]
         fields = {"design_chains": args.design_chains, "fixed_chains": args.fixed_chains}
-        places = [read_residues(text, labels, 1)[0] for text in args.mutable_positions]
+        positions = [read_residues(text, labels, 1)[0] for text in args.mutable_positions]
         ranges = [read_residues(text, labels, 2) for text in args.mutable_ranges]
-        fields.update(mutable_positions=places, mutable_ranges=ranges)
+        fields.update(mutable_positions=positions, mutable_ranges=ranges)
         unseen = [name for name in chains if name not in (*names, *args.fixed_chains)]
         if unseen:
             print(f"{path}: not seen: {', '.join(unseen)}; --fixed_chains names what is context")
@@ -148,9 +148,9 @@ def decode(model, backbone, native, designed, members, ranks, bias, temperature,
     is_neighbor = torch.ones_like(backbone.neighbors)  # all residues have as many
     versions, residues = ranks.shape
     own_index = torch.arange(residues, device=native.device).unsqueeze(1)
-    place = (members < own_index).sum(1, keepdim=True)  # among those that are tied
+    tied_index = (members < own_index).sum(1, keepdim=True)  # among those that are tied
     count = (members != own_index).sum(1, keepdim=True) + 1
-    orders = (ranks[:, members].amin(-1) * residues + place.T).argsort(1)
+    orders = (ranks[:, members].amin(-1) * residues + tied_index.T).argsort(1)
     rows = torch.arange(versions, device=native.device)
     letters = native.repeat(versions, 1)
     sums = 0.0
@@ -158,30 +158,30 @@ def decode(model, backbone, native, designed, members, ranks, bias, temperature,
     for layer in model.decoder_layers:
         own, edge, letter, other = layer.W1.weight.split(WIDTH, dim=1)
         # what residues tell their neighbors, without their letter until they are decoded
-        said = F.linear(nodes, other).repeat(versions, 1, 1)
-        tables.append((layer, own, letter, other, F.linear(edges, edge), said))
+        without_letter = F.linear(nodes, other).repeat(versions, 1, 1)
+        tables.append((layer, own, letter, other, F.linear(edges, edge), without_letter))
 
     for step in tqdm(range(residues), unit=" residues", disable=None):
         at = orders[:, step]
         around = backbone.neighbors[at]
         h = nodes[at]
         before = []
-        for layer, own, _, _, between, said in tables:
+        for layer, own, _, _, between, without_letter in tables:
             before.append(h)
-            x = between[at] + said[rows[:, None], around]
+            x = between[at] + without_letter[rows[:, None], around]
             h = layer(h, x + F.linear(h, own, layer.W1.bias).unsqueeze(1), is_neighbor[at])
 
         # all that are tied get what the last one draws, from the mean of their logits
-        is_last = place[at] == count[at] - 1
+        is_last = tied_index[at] == count[at] - 1
         sums = sums + model.W_out(h)
         drawn = draw(sums / count[at], bias, temperature, generator)
         drawn = torch.where(designed[at], drawn, native[at])
         sums = sums.masked_fill(is_last, 0.0)
         letters[rows[:, None], members[at]] = drawn[:, None]
-        for (_, _, letter, other, _, said), h in zip(tables, before, strict=True):
-            said[rows, at] = F.linear(h, other)
-            told = F.linear(model.W_s(drawn), letter) * is_last
-            said[rows[:, None], members[at]] += told[:, None]
+        for (_, _, letter, other, _, without_letter), h in zip(tables, before, strict=True):
+            without_letter[rows, at] = F.linear(h, other)
+            with_letter = F.linear(model.W_s(drawn), letter) * is_last
+            without_letter[rows[:, None], members[at]] += with_letter[:, None]
     return letters, orders.argsort(1)
 
 
@@ -197,15 +197,15 @@ def draw(logits, bias, temperature, generator):
 
 
 @torch.no_grad()
-def sample(args, network, reference, target, bias):
+def sample(args, model, reference, target, bias):
     """A table of the sequences that a network draws."""
     ranks = [script.decode_ranks(target.designed, [args.seed, i]) for i in range(args.num_samples)]
     native = torch.from_numpy(target.native[target.is_whole]).long()
     inputs = [native, target.designed, target.members, torch.stack(ranks), bias]
-    inputs = [tensor.to(network.W_out.weight.device) for tensor in inputs]
+    inputs = [tensor.to(model.W_out.weight.device) for tensor in inputs]
     generator = torch.Generator().manual_seed(args.seed)
-    backbone = target.features(network)
-    drawn, decode_rank = decode(network, backbone, *inputs, args.temperature, generator)
+    backbone = target.features(model)
+    drawn, decode_rank = decode(model, backbone, *inputs, args.temperature, generator)
 
     letters = np.tile(target.native, (args.num_samples, 1))
     letters[:, target.is_whole] = drawn.cpu()
@@ -213,7 +213,7 @@ def sample(args, network, reference, target, bias):
     table["recovery"] = (letters == target.native)[:, target.is_designed].mean(1)
     texts = ["".join(ALPHABET[letter] for letter in own) for own in letters[:, target.is_designed]]
     table["charge_per_100"] = [100 * net_charge(text) / len(text) for text in texts]
-    for name, scorer in {"perplexity": network, "perplexity_reference": reference}.items():
+    for name, scorer in {"perplexity": model, "perplexity_reference": reference}.items():
         if scorer is not None:
             logp = score_sequences(scorer, target, drawn, decode_rank)
             table[name] = (-logp[:, target.designed].mean(1)).exp().numpy()
@@ -243,7 +243,7 @@ def run(args):
     check_new(f"{args.out}.fasta")
     check_new(f"{args.out}.csv")
     bias = read_bias(args)
-    networks, _ = load_networks(args)
+    models, _ = load_models(args)
     targets = []
     for path in args.pdb_file:
         try:
@@ -255,8 +255,8 @@ def run(args):
     tables = []
     for target in targets:
         print(f"{target.path}: {target.designed.sum()} of {len(target.native)} residues designed")
-        for who, network in networks.items():
-            table = sample(args, network, networks.get("reference"), target, bias)
+        for who, model in models.items():
+            table = sample(args, model, models.get("reference"), target, bias)
             means = table.drop(columns="sequence").mean()
             print(f"{who:10} {', '.join(f'{name} {value:.4f}' for name, value in means.items())}")
             if who == "network":

@@ -129,11 +129,11 @@ class Backbone:
         arrays = joined.coords, joined.residue_index, self.chain_index
         self.arrays = [array[self.is_whole] for array in arrays]
 
-    def features(self, network):
-        """What a network wants of the backbone, where it is."""
-        k = min(network.k_neighbors, len(self.designed))
+    def features(self, model):
+        """What a model wants of the backbone, where it is."""
+        k = min(model.k_neighbors, len(self.designed))
         features = script.featurize(*self.arrays, k).items()
-        device = network.W_out.weight.device
+        device = model.W_out.weight.device
         return argparse.Namespace(**{name: tensor.to(device) for name, tensor in features})
 
 

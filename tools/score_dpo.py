@@ -38,7 +38,7 @@ from tqdm import tqdm
 import run_dpo_ddp as script
 from run_dpo_ddp import UNKNOWN, InputError
 
-RESIDUES = 4096  # of sequences that are scored at a time: takes about 0.5 GB
+BATCH_RESIDUES = 4096  # of sequences that are scored at a time: takes about 0.5 GB
 
 
 def parse_args():
@@ -54,20 +54,20 @@ def parse_args():
     return parser.parse_args()
 
 
-def load_networks(args):
+def load_models(args):
     """({"network": ..., "reference": its reference, if there is one}, on the device, the options of
     its run or {}). Raises InputError."""
     model = script.read_model(args.checkpoint)
-    networks = {"network": model}
+    models = {"network": model}
     state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     if args.reference:
-        networks["reference"] = script.read_model(args.reference, model.k_neighbors)
+        models["reference"] = script.read_model(args.reference, model.k_neighbors)
     elif "reference" in state:
-        networks["reference"] = copy.deepcopy(model)
-        networks["reference"].load_state_dict(state["reference"])
-    for network in networks.values():
-        network.to(script.choose_device(args, local_rank=0))
-    return networks, state.get("args", {})
+        models["reference"] = copy.deepcopy(model)
+        models["reference"].load_state_dict(state["reference"])
+    for model in models.values():
+        model.to(script.choose_device(args, local_rank=0))
+    return models, state.get("args", {})
 
 
 def load_pairs(args, options, orders, k):
@@ -90,40 +90,40 @@ def load_pairs(args, options, orders, k):
 
 
 @torch.no_grad()
-def score_pairs(networks, data, settings):
+def score_pairs(models, data, settings):
     """{"network": table of pair_scores, a row for each pair, "reference": the same}."""
-    rows = {who: [] for who in networks}
+    rows = {who: [] for who in models}
     for number in tqdm(range(len(data.valid_ids)), unit=" pairs", disable=None):
-        batch = data.validation_batch([number]).to(networks["network"].W_out.weight.device)
-        logits = {who: network(batch) for who, network in networks.items()}
+        batch = data.validation_batch([number]).to(models["network"].W_out.weight.device)
+        logits = {who: model(batch) for who, model in models.items()}
         logp = script.log_probabilities(logits["reference"] / settings.temperature, batch.letters)
-        for who in networks:
+        for who in models:
             scores = script.pair_scores(settings, logits[who], logp, batch)
             rows[who].append({name: values.mean().item() for name, values in scores.items()})
     names = pandas.Index([data.name[i] for i in data.valid_ids], name="pair")
-    return {who: pandas.DataFrame(rows[who], index=names) for who in networks}
+    return {who: pandas.DataFrame(rows[who], index=names) for who in models}
 
 
 @torch.no_grad()
-def score_sequences(network, backbone, letters, decode_rank):
+def score_sequences(model, backbone, letters, decode_rank):
     """log p (S, N) of the sequences letters (S, N) on a Backbone, each in its own decoding order
     (S, N), at temperature 1."""
-    inputs = backbone.features(network)
+    inputs = backbone.features(model)
     device = inputs.atoms.device
     residues = torch.arange(letters.shape[1], device=device)
-    count = max(1, RESIDUES // len(residues))
+    count = max(1, BATCH_RESIDUES // len(residues))
     logp = []
     for some, ranks in zip(letters.split(count), decode_rank.split(count), strict=True):
         # one after the other, as the pairs of a Batch: the backbone is encoded once for all
         inputs.source = residues.repeat(len(some))
         inputs.letters = some.reshape(1, -1).to(device)
         inputs.decode_rank = ranks.flatten().to(device)
-        found = script.log_probabilities(network(inputs), inputs.letters)
+        found = script.log_probabilities(model(inputs), inputs.letters)
         logp.append(found.view(some.shape).cpu())
     return torch.cat(logp)
 
 
-def score_table(network, backbones, orders):
+def score_table(model, backbones, orders):
     """log p per designed residue: a row for each line of a table, a column for each order."""
     tables = []
     for _, backbone, part, letters in tqdm(backbones, unit=" backbones", disable=None):
@@ -131,19 +131,19 @@ def score_table(network, backbones, orders):
         ranks = torch.stack(ranks).repeat(len(part), 1)
         letters = letters.repeat_interleave(orders, dim=0)
         is_scored = backbone.designed & (letters != UNKNOWN)
-        logp = score_sequences(network, backbone, letters, ranks) * is_scored
+        logp = score_sequences(model, backbone, letters, ranks) * is_scored
         means = (logp.sum(1) / is_scored.sum(1)).view(-1, orders)
         tables.append(pandas.DataFrame(means.double().numpy(), index=part.index))
     return pandas.concat(tables)
 
 
-def run_on_table(args, networks, orders):
+def run_on_table(args, models, orders):
     """Score the sequences of a table. Raises InputError."""
     table, scores = read_table(args.data, args.score, may_be_empty=True)
     backbones = read_backbones(args.data, table)
     found = {}
-    for who, network in networks.items():
-        found[f"{who}_logp_per_residue"] = score_table(network, backbones, orders)
+    for who, model in models.items():
+        found[f"{who}_logp_per_residue"] = score_table(model, backbones, orders)
     if len(found) == 2:
         network, reference = found.values()
         found["difference"] = network - reference
@@ -170,18 +170,18 @@ def run_on_table(args, networks, orders):
 
 def run(args):
     check_new(args.out)
-    networks, options = load_networks(args)
+    models, options = load_models(args)
     orders = args.orders or options.get("eval_orders", 4)
     if args.data and args.data.lower().endswith((".csv", ".csv.gz")):
-        return run_on_table(args, networks, orders)
+        return run_on_table(args, models, orders)
     if args.score:
         raise InputError(f"--score {args.score}: expected sequences, as a .csv file")
-    if "reference" not in networks:
+    if "reference" not in models:
         raise InputError("give --reference, the weights that training started from")
     settings = {"beta": 0.1, "temperature": 0.1, "loss_type": "sigmoid"}
     settings = Namespace(**{**settings, **options})
-    data = load_pairs(args, options, orders, networks["network"].k_neighbors)
-    tables = score_pairs(networks, data, settings)
+    data = load_pairs(args, options, orders, models["network"].k_neighbors)
+    tables = score_pairs(models, data, settings)
     tables["network"].to_csv(args.out, float_format="%.6f")
     print(
         f"beta {settings.beta:g}, temperature {settings.temperature:g}, {len(data.valid_ids)} pairs"
