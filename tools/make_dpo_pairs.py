@@ -4,15 +4,16 @@
     python tools/make_dpo_pairs.py ddg.csv --lower_is_better --score_gap 0.5 --out pairs.json
 
 CSV, such as tools/design_dpo.py writes: columns pdb_file, sequence, and score or another one that
---score names. Columns named as fields of the pairs (see class Row in run_dpo_ddp.py; not weight and
-margin, which a sequence has not) are fields, lists in JSON's form; lines that agree in all of them
-belong together, in whatever file. --score charge is K + R - D - E, if no column has this name.
+--score names; without a score (empty, NA, nan) a line is left out. --score charge is K + R - D - E,
+if no column has this name. Columns named as fields of the pairs (see class Row in run_dpo_ddp.py;
+not weight and margin) are fields, lists in JSON's form; lines that agree in all of them belong
+together, in whatever file.
 
 Of a backbone's sequences the best and the worst make a pair, then the second best and the second
-worst, and so on, each sequence once. With --lower_is_better the other way round: a network that was
-trained on such a control must do worse than chance on the true pairs. A sequence that is there
-several times is taken once, with the mean of its scores. Every pair is checked as the training
-checks it, but for its length and cluster.
+worst, and so on, each sequence once. A sequence that is there several times is taken once, with the
+mean of its scores. Every pair is checked as the training checks it, but for its length and cluster,
+and written as a line: of scores with different columns or signs make files with a call each, in one
+folder, and then: cat a.json b.json > pairs.json
 """
 
 import argparse
@@ -33,7 +34,7 @@ import pandas
 import torch
 
 import run_dpo_ddp as script
-from run_dpo_ddp import InputError
+from run_dpo_ddp import HelpFormatter, InputError, Parser
 
 OF_PAIRS = ["preferred_seq", "unpreferred_seq", "weight", "margin"]
 FIELDS = [field.name for field in dataclasses.fields(script.Row) if field.name not in OF_PAIRS]
@@ -41,7 +42,7 @@ LISTS = ["design_chains", "fixed_chains", "mutable_positions", "mutable_ranges"]
 
 
 def parse_args():
-    parser = script.Parser(description=__doc__, formatter_class=script.HelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("data", nargs="+", help="CSV files")
     add("--out", default="pairs.json", help="file to write")
@@ -63,8 +64,10 @@ def call(run, parse_args):
 
 def check_new(path):
     """Raises InputError unless a file can be made there."""
-    if Path(path).exists() or not Path(path).parent.is_dir():
-        raise InputError(f"--out {path} exists, or its folder does not: expected a new file")
+    if Path(path).exists():
+        raise InputError(f"--out {path} exists: expected a new file")
+    if not Path(path).parent.is_dir():
+        raise InputError(f"--out {path}: there is no such folder")
 
 
 def net_charge(sequence):
@@ -83,9 +86,9 @@ def read_structure(path):
     return chains
 
 
-def read_table(path, score=None, may_be_empty=False):
+def read_table(path, score=None):
     """The lines of a CSV file, all text, each with a name that says where it stands; and the scores
-    of these lines, if a column is named: NaN where they are empty and may be. Raises InputError."""
+    of these lines, if a column is named: NaN where there is none. Raises InputError."""
     options = {"keep_default_na": False, "skip_blank_lines": False, "encoding": "utf-8-sig"}
     table = pandas.read_csv(path, dtype=str, **options)
     table = table.fillna("")  # at the end of lines that are too short
@@ -94,9 +97,9 @@ def read_table(path, score=None, may_be_empty=False):
     if score == "charge" and score not in table and "sequence" in table:
         table[score] = table["sequence"].map(net_charge).astype(str)
     needed = ["pdb_file", "sequence", score] if score else ["pdb_file", "sequence"]
-    for name in needed:
-        if name not in table:
-            raise InputError(f"{path}: no column {name}; it has {', '.join(table.columns)}")
+    if not set(needed) <= set(table.columns):
+        expected = f"expected {', '.join(needed)}, separated by commas"
+        raise InputError(f"{path}: found the columns {', '.join(table.columns)}; {expected}")
     table["sequence"] = table["sequence"].str.upper()
     unused = set(table.columns) - {*FIELDS, *needed}
     if unused:
@@ -105,9 +108,13 @@ def read_table(path, score=None, may_be_empty=False):
         return table, None
 
     scores = pandas.to_numeric(table[score], errors="coerce")
-    is_good = np.isfinite(scores) | (may_be_empty & (table[score] == ""))
-    if not is_good.all():
-        raise InputError(f"{is_good.idxmin()}: {score} is no finite number")
+    is_missing = table[score].str.strip().str.lower().isin(["", "na", "nan"])
+    is_bad = ~np.isfinite(scores) & ~is_missing
+    if is_bad.any():
+        found = f"{score} is {table[score][is_bad.idxmax()]!r}"
+        raise InputError(f"{is_bad.idxmax()}: {found}; expected a finite number, NA or nothing")
+    if is_missing.any():
+        print(f"{is_missing.sum():,} lines have no {score}, such as {is_missing.idxmax()}")
     return table, scores
 
 
@@ -118,7 +125,12 @@ class Backbone:
     def __init__(self, fields):
         row = script.Row(**fields, preferred_seq="", unpreferred_seq="")
         chains = read_structure(row.pdb_file)
-        joined, self.chain_index, self.length = script.join_chains(row, chains)
+        joined, self.chain_index, self.design = script.join_chains(row, chains)
+        unseen = chains.keys() - {*self.design, *row.fixed_chains}
+        if unseen:
+            text = "fixed_chains names those that are context"
+            print(f"{row.pdb_file}: not seen: {', '.join(sorted(unseen))}; {text}")
+        self.length = np.count_nonzero(self.chain_index < len(self.design))
         self.native = joined.letters  # (L,) of the structure
         self.is_whole = np.isfinite(joined.coords).all(axis=(1, 2))  # (L,)
         mutable = script.choose_mutable(row, joined.labels[: self.length], len(self.native))
@@ -155,12 +167,12 @@ def read_backbones(path, table):
             fields["pdb_file"] = os.path.abspath(structure)
             backbone = Backbone(fields)
 
-            native = backbone.native[: backbone.length]
+            chains = read_structure(fields["pdb_file"])
             letters = np.tile(backbone.native, (len(part), 1))
             for own, where in zip(letters, part.index, strict=True):
-                own[: len(native)] = script.read_letters(
-                    "sequence", part["sequence"][where], native
-                )
+                text = part["sequence"][where]
+                read = script.read_letters("sequence", text, chains, backbone.design)
+                own[: backbone.length] = read
         except (TypeError, ValueError) as error:
             raise InputError(f"{where}: {error}") from None
         letters = torch.from_numpy(letters[:, backbone.is_whole]).long()
@@ -198,7 +210,8 @@ def run(args):
     repeated = []
     parts = collections.defaultdict(list)  # {fields: what each file has of them}
     for path in args.data:
-        table, table["value"] = read_table(path, args.score)
+        table, scores = read_table(path, args.score)
+        table = table.assign(value=scores).dropna(subset="value")
         for fields, _, part, _ in read_backbones(path, table):
             parts[json.dumps(fields, sort_keys=True)].append(part)
 
@@ -216,8 +229,7 @@ def run(args):
         text = f"no two on a backbone have scores that differ, by {args.score_gap:g} or more"
         raise InputError(f"no pairs: of {len(unpaired)} sequences {text}")
 
-    lines = ",\n".join(json.dumps(pair) for pair in made)
-    Path(args.out).write_text(f"[\n{lines}\n]\n")
+    Path(args.out).write_text("".join(f"{json.dumps(pair)}\n" for pair in made))
     if repeated:
         text = "lines have a sequence again: it is taken once, with its mean score"
         print(f"{len(repeated):,} {text}, such as {repeated[0]}")

@@ -5,8 +5,7 @@
     python tools/score_dpo.py soluble_v_48_030.pt pairs.json --reference soluble_v_48_020.pt
     python tools/score_dpo.py outputs/dpo_ddp/best_model.pt variants.csv --score ddg
 
-The network: best_model.pt, step_N.pt or latest.pt of a run of run_dpo_ddp.py, or released weights
-of ProteinMPNN. The reference is that of the run. Without a file: the pairs that the run held out.
+The reference is that of the run, or --reference. Without data: the pairs that the run held out.
 
 Of pairs it writes a CSV file with a line for each: what the training logs as val/..., with beta and
 temperature of the run (of released weights 0.1). Prints the means, of network and reference.
@@ -15,36 +14,32 @@ Of sequences, a CSV file as for tools/make_dpo_pairs.py, it writes the table, an
 reference logp_per_residue, at temperature 1, in nats: the mean over designed residues that are not
 X (what the released program calls score, times -1), and over decoding orders, the same for all
 sequences on a backbone; the standard error over the orders; and the difference of the two. Prints
-means, and with --score Spearman's rho with this column, of the lines where it is not empty, and its
-standard error (Bonett and Wright 2000).
+means, and with --score Spearman's rho with this column, of the lines where it is not empty, NA or
+nan, and its standard error (Bonett and Wright 2000).
 """
 
 import copy
 import os
-import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import numpy as np
 import pandas
 import torch
-from make_dpo_pairs import call, check_new, read_backbones, read_table
+from make_dpo_pairs import call, check_new, read_backbones, read_table  # finds run_dpo_ddp.py
 from tqdm import tqdm
 
 import run_dpo_ddp as script
-from run_dpo_ddp import UNKNOWN, InputError
+from run_dpo_ddp import UNKNOWN, HelpFormatter, InputError, Parser
 
 BATCH_RESIDUES = 4096  # of sequences that are scored at a time: takes about 0.5 GB
 
 
 def parse_args():
-    parser = script.Parser(description=__doc__, formatter_class=script.HelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("checkpoint", help="the network")
+    add("checkpoint", help="best_model.pt, step_N.pt or latest.pt of a run, or released weights")
     add("data", nargs="?", help="pairs, as for run_dpo_ddp.py --train_data; or sequences, a .csv")
     add("--reference", help="weights to compare with; None: those of the run")
     add("--orders", type=script.COUNT, help="decoding orders; None: as many as the run, or 4")
@@ -139,7 +134,7 @@ def score_table(model, backbones, orders):
 
 def run_on_table(args, models, orders):
     """Score the sequences of a table. Raises InputError."""
-    table, scores = read_table(args.data, args.score, may_be_empty=True)
+    table, scores = read_table(args.data, args.score)
     backbones = read_backbones(args.data, table)
     found = {}
     for who, model in models.items():
@@ -183,9 +178,8 @@ def run(args):
     data = load_pairs(args, options, orders, models["network"].k_neighbors)
     tables = score_pairs(models, data, settings)
     tables["network"].to_csv(args.out, float_format="%.6f")
-    print(
-        f"beta {settings.beta:g}, temperature {settings.temperature:g}, {len(data.valid_ids)} pairs"
-    )
+    count = len(data.valid_ids)
+    print(f"beta {settings.beta:g}, temperature {settings.temperature:g}, {count} pairs")
     print(pandas.DataFrame({who: table.mean() for who, table in tables.items()}).round(4))
     print(args.out)
 
