@@ -167,8 +167,7 @@ class Batch(NamedTuple):
 
 
 def featurize(coords, residue_index, chain_index, k):
-    """The tensors of a backbone: see Batch. Of coords (L, 4, 3), NaN nowhere, residue_index (L,)
-    and chain_index (L,). neighbors: the k nearest by CA."""
+    """What a Batch has of a backbone: coords (L, 4, 3) without NaN. Neighbors: k, by CA."""
     coords = torch.from_numpy(coords)
     n, ca, c, _ = coords.unbind(1)
     normal = torch.linalg.cross(ca - n, c - ca)
@@ -208,8 +207,7 @@ class Pairs(Dataset):
         self.is_valid = np.array(kept["is_valid"])  # of --val_data
 
     def __getitem__(self, item):
-        """A micro-batch. item, of the sampler: the step, the ids of the pairs of the global batch,
-        and the positions in it of this micro-batch."""
+        """A micro-batch. item: the step, the ids of the global batch, and the positions in it."""
         step, global_ids, positions_in_batch = item
         ids = global_ids[positions_in_batch]
         # numpy takes [a, b, 0] for [a, b], and the sampler draws by [seed, epoch]: hence i + 1
@@ -789,9 +787,8 @@ def join_chains(row, chains):
 
 def read_pair(row, chains, max_length):
     """Of the N residues that have all atoms: letters (N, 2) of a pair, in fixed chains those of the
-    structure; (N,) bool, what is designed; (coords, residue_index, chain_index) of the backbone.
-    And the part of preferred_seq that agrees with the structure. Where the sequences have X nothing
-    is designed: the network must not learn to say X. Raises ValueError."""
+    structure; (N,) bool, what is designed, never X: the network must not learn to say it; (coords,
+    residue_index, chain_index). And the part of preferred_seq that is native. Raises ValueError."""
     joined, chain_index, design = join_chains(row, chains)
     length = np.count_nonzero(chain_index < len(design))
     letters = np.stack([joined.letters, joined.letters])
@@ -823,18 +820,15 @@ def read_letters(name, text, chains, design):
         raise ValueError(f"{name} has {text[where]!r} at {where}; expected {expected}")
     native = np.concatenate([chains[key].letters for key in design])
     if len(letters) != len(native):
-        expected = f"{len(native)}, one for each residue of chain {' '.join(design)} in the file"
-        fitting = [key for key in chains if len(chains[key].letters) == len(letters)]
-        if fitting:
-            expected += f" (chain {fitting[0]} has {len(letters)}: see design_chains)"
+        sizes = ", ".join(f"{key} has {len(chain.letters)}" for key, chain in chains.items())
+        expected = f"{len(native)}, one per residue of design_chains {' '.join(design)} ({sizes})"
         own = "".join(ALPHABET[letter] for letter in native)
         raise ValueError(f"{name} has {len(letters)} letters; expected {expected}: {own}")
     return letters
 
 
 def choose_mutable(row, labels, total):
-    """(total,) bool: which of the first residues, of which these are the labels, a Row lets change.
-    Raises ValueError."""
+    """(total,) bool: what a Row lets change; the first residues have labels. Raises ValueError."""
     ranges = [[index, index] for index in row.mutable_positions] + list(row.mutable_ranges)
     mutable = np.arange(total) < (0 if ranges else len(labels))
     labels = labels.tolist()

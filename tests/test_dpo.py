@@ -147,6 +147,7 @@ def test_tools_refuse(data, trained, tmp_path, monkeypatch, capsys):
         "--out .*/new/x: there is no such folder": ["score_dpo", best, f"--out={data}/new/x"],
         "gone.pt: there is no such file": ["score_dpo", best, pairs, "--reference=gone.pt"],
         "--score ddg: expected sequences, as a .csv": ["score_dpo", best, pairs, "--score=ddg"],
+        "no.csv: there is no such file": ["score_dpo", best, "no.csv"],
         "lost.pt: there is no such file": ["design_dpo", "lost.pt", helix],
     }
     designs = {

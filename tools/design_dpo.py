@@ -99,9 +99,8 @@ class Target(Backbone):
     def tie(self, tied):
         """(N, G): the residues that get the same letter as each, itself among them; where it is
         alone, it stands there G times. Raises ValueError."""
-        chains = {}
-        for number, name in enumerate(self.design):
-            chains[name] = np.flatnonzero(self.chain_index == number)
+        numbers = enumerate(self.design)
+        chains = {name: np.flatnonzero(self.chain_index == number) for number, name in numbers}
         names = tied or self.design[:1]
         designed = [self.is_designed[chains.get(name, [])].tolist() for name in names]
         is_same = all(designed) and all(own == designed[0] for own in designed)

@@ -128,8 +128,7 @@ class Backbone:
         joined, self.chain_index, self.design = script.join_chains(row, chains)
         unseen = chains.keys() - {*self.design, *row.fixed_chains}
         if unseen:
-            text = "fixed_chains names those that are context"
-            print(f"{row.pdb_file}: not seen: {', '.join(sorted(unseen))}; {text}")
+            print(f"{row.pdb_file}: chain {' '.join(sorted(unseen))} is not seen, see fixed_chains")
         self.length = np.count_nonzero(self.chain_index < len(self.design))
         self.native = joined.letters  # (L,) of the structure
         self.is_whole = np.isfinite(joined.coords).all(axis=(1, 2))  # (L,)
@@ -167,12 +166,11 @@ def read_backbones(path, table):
             fields["pdb_file"] = os.path.abspath(structure)
             backbone = Backbone(fields)
 
-            chains = read_structure(fields["pdb_file"])
+            chains = {"chains": read_structure(fields["pdb_file"]), "design": backbone.design}
             letters = np.tile(backbone.native, (len(part), 1))
             for own, where in zip(letters, part.index, strict=True):
                 text = part["sequence"][where]
-                read = script.read_letters("sequence", text, chains, backbone.design)
-                own[: backbone.length] = read
+                own[: backbone.length] = script.read_letters("sequence", text, **chains)
         except (TypeError, ValueError) as error:
             raise InputError(f"{where}: {error}") from None
         letters = torch.from_numpy(letters[:, backbone.is_whole]).long()

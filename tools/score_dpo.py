@@ -140,8 +140,7 @@ def run_on_table(args, models, orders):
     for who, model in models.items():
         found[f"{who}_logp_per_residue"] = score_table(model, backbones, orders)
     if len(found) == 2:
-        network, reference = found.values()
-        found["difference"] = network - reference
+        found["difference"] = np.subtract(*found.values())
     names = list(found)
     for name in names:
         table[name] = found[name].mean(axis=1)
@@ -165,6 +164,8 @@ def run_on_table(args, models, orders):
 
 def run(args):
     check_new(args.out)
+    if args.data and not os.path.exists(args.data):
+        raise InputError(f"{args.data}: there is no such file")
     models, options = load_models(args)
     orders = args.orders or options.get("eval_orders", 4)
     if args.data and args.data.lower().endswith((".csv", ".csv.gz")):
@@ -173,8 +174,7 @@ def run(args):
         raise InputError(f"--score {args.score}: expected sequences, as a .csv file")
     if "reference" not in models:
         raise InputError("give --reference, the weights that training started from")
-    settings = {"beta": 0.1, "temperature": 0.1, "loss_type": "sigmoid"}
-    settings = Namespace(**{**settings, **options})
+    settings = Namespace(**{"beta": 0.1, "temperature": 0.1, "loss_type": "sigmoid", **options})
     data = load_pairs(args, options, orders, models["network"].k_neighbors)
     tables = score_pairs(models, data, settings)
     tables["network"].to_csv(args.out, float_format="%.6f")
