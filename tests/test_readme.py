@@ -112,7 +112,7 @@ def parse(line):
         program, arguments = after_wrapper(WRAPPERS[program], arguments)
     name = Path(program).stem
     module = import_tool(name) if program.startswith("tools/") else importlib.import_module(name)
-    with mock.patch.object(module.sys, "argv", [program, *arguments]):
+    with mock.patch("sys.argv", [program, *arguments]):
         return module.parse_args()
 
 

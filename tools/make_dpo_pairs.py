@@ -12,7 +12,7 @@ together, in whatever file.
 Of a backbone's sequences the best and the worst make a pair, then the second best and the second
 worst, and so on, each sequence once. A sequence that is there several times is taken once, with the
 mean of its scores. Every pair is checked as the training checks it, but for its length and cluster,
-and written as a line: of scores with different columns or signs make files with a call each, in one
+and written as a line. Scores of other columns, or signs, need a call each, with --out in the same
 folder, and then: cat a.json b.json > pairs.json
 """
 
@@ -72,8 +72,7 @@ def check_new(path):
 
 def net_charge(sequence):
     """At pH 7, without the ends: K and R have one, D and E one less."""
-    sequence = sequence.upper()
-    return sum(sequence.count(letter) for letter in "KR") - sum(map(sequence.count, "DE"))
+    return sum("KR".count(letter) - "DE".count(letter) for letter in sequence.upper())
 
 
 @functools.cache
@@ -94,19 +93,19 @@ def read_table(path, score=None):
     table = table.fillna("")  # at the end of lines that are too short
     table.index = [f"{path}: line {line}" for line in range(2, len(table) + 2)]
     table = table[(table != "").any(axis=1)].copy()
-    if score == "charge" and score not in table and "sequence" in table:
-        table[score] = table["sequence"].map(net_charge).astype(str)
-    needed = ["pdb_file", "sequence", score] if score else ["pdb_file", "sequence"]
+    needed = ["pdb_file", "sequence"] + ([] if score in (None, "charge") else [score])
     if not set(needed) <= set(table.columns):
         expected = f"expected {', '.join(needed)}, separated by commas"
         raise InputError(f"{path}: found the columns {', '.join(table.columns)}; {expected}")
     table["sequence"] = table["sequence"].str.upper()
-    unused = set(table.columns) - {*FIELDS, *needed}
+    unused = set(table.columns) - {*FIELDS, *needed, score}
     if unused:
         print(f"{path}: columns that are not used: {', '.join(sorted(unused))}")
     if not score:
         return table, None
 
+    if score not in table:  # charge
+        table[score] = table["sequence"].map(net_charge).astype(str)
     scores = pandas.to_numeric(table[score], errors="coerce")
     is_missing = table[score].str.strip().str.lower().isin(["", "na", "nan"])
     is_bad = ~np.isfinite(scores) & ~is_missing
