@@ -74,10 +74,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-PHASES = {"at": 1, "dat": 2}  # numbers of the stages, in the log
-TRAIN, VALID, TEST, UNUSED = range(4)  # parts of the data
-SYNTHETIC = ["noise", "blobs"]  # OOD images that need no files
-
 # --------------------------------------------------------------------------------------------------
 # Arguments
 
@@ -170,6 +166,9 @@ def as_options(words, parser):
 # --------------------------------------------------------------------------------------------------
 # Data
 
+PHASES = {"at": 1, "dat": 2}  # numbers of the stages, in the log
+TRAIN, VALID, TEST, UNUSED = range(4)  # parts of the data
+
 
 class Batch(NamedTuple):
     """A micro-batch of B images to classify; in stage 2 also B real and B OOD images, of which the
@@ -237,8 +236,8 @@ class TrainingData(Dataset):
         self.ood_ids = outdist.part(TRAIN)
 
     def __getitem__(self, item):
-        step, global_ids, positions = item  # of the sampler; the step is that of this stage
-        rows = [self.draw(step, position, global_ids[position]) for position in positions]
+        step, global_ids, positions_in_batch = item  # the step is that of this stage
+        rows = [self.draw(step, position, global_ids[position]) for position in positions_in_batch]
         return Batch(*[torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)])
 
     def draw(self, step, position, i):
@@ -261,7 +260,7 @@ def pixels(images):
 
 
 # --------------------------------------------------------------------------------------------------
-# Model. Parameters of the WideResNet have the names that its authors gave them.
+# Model
 
 
 class Network(nn.Module):
@@ -286,7 +285,7 @@ class Network(nn.Module):
 class SmallNet(Network):
     """Pairs of convolutions, all but the first halve the image. Smooth, without maxima or ReLUs."""
 
-    def __init__(self, classes, channels, image_size):
+    def __init__(self, num_classes, channels, image_size):
         super().__init__(channels)
         layers = []
         before = channels
@@ -301,7 +300,7 @@ class SmallNet(Network):
             layers.append(nn.AvgPool2d(image_size - 3 * stride, stride))
         layers += [nn.Flatten(), nn.Linear(before * min(image_size, 4) ** 2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
-        self.fc = nn.Linear(128, classes)
+        self.fc = nn.Linear(128, num_classes)
 
 
 class WideBlock(nn.Module):
@@ -325,7 +324,9 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(Network):
-    def __init__(self, depth, factor, classes, channels):
+    """Its parameters have the names that its authors gave them."""
+
+    def __init__(self, depth, factor, num_classes, channels):
         super().__init__(channels)
         self.conv1 = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
         before = 16
@@ -336,7 +337,7 @@ class WideResNet(Network):
             self.add_module(f"block{number}", nn.ModuleDict({"layer": nn.Sequential(*blocks)}))
             before = after
         self.bn1 = nn.BatchNorm2d(before)
-        self.fc = nn.Linear(before, classes)
+        self.fc = nn.Linear(before, num_classes)
 
     def features(self, x):
         x = self.conv1(x)
@@ -346,16 +347,17 @@ class WideResNet(Network):
 
 
 # depths and factors of networks; SmallNet has those of a WideResNet that takes as much memory
-SIZES = [(28, 2), (28, 10), (28, 20), (34, 10), (34, 20), (40, 10), (70, 16)]
-MODELS = {"SmallNet": (10, 1.5), **{f"WideResNet{d}x{factor}": (d, factor) for d, factor in SIZES}}
+WIDE_SIZES = [(28, 2), (28, 10), (28, 20), (34, 10), (34, 20), (40, 10), (70, 16)]
+MODELS = {"SmallNet": (10, 1.5)}
+MODELS.update({f"WideResNet{depth}x{factor}": (depth, factor) for depth, factor in WIDE_SIZES})
 
 
-def make_network(args, classes, channels, image_size):
+def make_network(args, num_classes, channels, image_size):
     """A network with random weights, for so many classes of images (B, C, S, S)."""
     if args.model_type == "SmallNet":
-        model = SmallNet(classes, channels, image_size)
+        model = SmallNet(num_classes, channels, image_size)
     else:
-        model = WideResNet(*MODELS[args.model_type], classes, channels)
+        model = WideResNet(*MODELS[args.model_type], num_classes, channels)
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -363,6 +365,14 @@ def make_network(args, classes, channels, image_size):
     # Convolutions are faster with channels last, except those of small images on a CPU. The layout
     # must not depend on the device: a resumed run's optimizer has that of the run before.
     return model.to(memory_format=torch.channels_last) if image_size >= 16 else model
+
+
+class Networks(NamedTuple):
+    model: nn.Module  # is trained
+    ema_model: nn.Module  # has the averaged weights: for validation, and to be used
+    # for attacks: the weights of the model, in evaluation mode, without gradients and DDP's hooks
+    frozen: nn.Module
+    ddp_model: nn.Module  # the model within DDP
 
 
 def read_weights(path, model, classes=None):
@@ -389,6 +399,7 @@ def read_weights(path, model, classes=None):
 # --------------------------------------------------------------------------------------------------
 # Loss
 
+LOGGED = {"at": ["loss"], "dat": ["loss", "clf_loss", "bce", "auc"]}
 cross_entropy = functools.partial(F.cross_entropy, reduction="none")  # (B,)
 
 
@@ -398,7 +409,7 @@ def label_logit(logits, labels):
 
 
 @torch.no_grad()
-def attack(net, gain, x, labels, steps, step_size, eps=math.inf, norm="L2"):
+def attack(model, gain, x, labels, steps, step_size, eps=math.inf, norm="L2"):
     """Projected gradient ascent (Madry et al. 2018) on gain(logits, labels) (B,), within [0, 1] and
     the balls of radius eps about the images x (B, C, S, S). It starts at the images themselves, not
     at random points. Each step has the length `step_size`, however long the gradient is."""
@@ -406,7 +417,7 @@ def attack(net, gain, x, labels, steps, step_size, eps=math.inf, norm="L2"):
     for _ in range(steps):
         z = z.detach().requires_grad_()
         with torch.enable_grad():
-            total = gain(net(z), labels).sum()
+            total = gain(model(z), labels).sum()
         (gradient,) = torch.autograd.grad(total, z)
         if norm == "Linf":
             z = z + step_size * gradient.sign()
@@ -426,14 +437,6 @@ def auc(real, fake):
     lower = torch.searchsorted(fake, real)  # how many fake images have a lower score
     lower_or_equal = torch.searchsorted(fake, real, right=True)
     return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
-
-
-class Networks(NamedTuple):
-    model: nn.Module  # is trained
-    ema_model: nn.Module  # has the averaged weights: for validation, and to be used
-    # for attacks: the weights of the model, in evaluation mode, without gradients and DDP's hooks
-    frozen: nn.Module
-    ddp_model: nn.Module  # the model within DDP
 
 
 def attack_to_classify(args, frozen, batch):
@@ -456,7 +459,7 @@ def both_losses(args, networks, batch, T):
     x = attack_to_classify(args, networks.frozen, batch)
     ood_x = pixels(batch.ood_x)
     fake = attack(networks.frozen, label_logit, ood_x, batch.real_y, T, args.attack_step_size)
-    # One pass for all, since nothing mixes the images of a batch: batch normalisation is frozen.
+    # One pass for all, since nothing mixes the images of a batch: batch normalization is frozen.
     logits = networks.ddp_model(torch.cat([x, pixels(batch.real_x), fake]))
     clf_logits, real_logits, fake_logits = logits.chunk(3)
     bce = F.softplus(-real_logits.logsumexp(1)) + F.softplus(fake_logits.logsumexp(1))
@@ -473,7 +476,7 @@ EVAL_STEPS = 20  # of the attack on them
 
 
 @torch.no_grad()
-def evaluate(net, indist, args, device):
+def evaluate(args, model, indist, device):
     """Metrics on held-out images, each counted once, without autocast or compile. (all ranks)"""
     ids = indist.some(VALID, EVAL_IMAGES)
     eps = args.indist_attack_clf_eps
@@ -483,8 +486,8 @@ def evaluate(net, indist, args, device):
     for own in batches[dist.get_rank() :: dist.get_world_size()]:
         x = pixels(torch.from_numpy(indist.images[own]).to(device))
         y = torch.from_numpy(indist.labels[own]).to(device)
-        logits = net(x)
-        attacked = net(attack(net, cross_entropy, x, y, EVAL_STEPS, eps / 4, eps, norm))
+        logits = model(x)
+        attacked = model(attack(model, cross_entropy, x, y, EVAL_STEPS, eps / 4, eps, norm))
         is_right = logits.argmax(1) == y
         stays_right = is_right & (attacked.argmax(1) == y)
         sums += torch.stack([is_right.sum(), stays_right.sum(), cross_entropy(logits, y).sum()])
@@ -494,7 +497,7 @@ def evaluate(net, indist, args, device):
     return {"clean": clean, "robust": robust, "cross_entropy": loss}
 
 
-def draw_samples(path, net, indist, outdist, args, device):
+def draw_samples(args, path, model, indist, outdist, device):
     """A picture of OOD images that an attack moves towards the class of their column. (rank 0)"""
     columns = min(10, len(indist.classes))
     ids = np.resize(outdist.some(VALID, 10 * columns), 10 * columns)
@@ -502,9 +505,8 @@ def draw_samples(path, net, indist, outdist, args, device):
     rows = []
     for own in np.split(ids, 10):
         x = pixels(torch.from_numpy(outdist.images[own]).to(device))
-        rows.append(
-            attack(net, label_logit, x, labels, args.attack_max_steps, args.attack_step_size)
-        )
+        steps = args.attack_max_steps
+        rows.append(attack(model, label_logit, x, labels, steps, args.attack_step_size))
     rows = (255 * torch.stack(rows)).round().byte().permute(0, 3, 1, 4, 2)
     picture = rows.flatten(2, 3).flatten(0, 1).expand(-1, -1, 3)  # height, width, color
     Image.fromarray(picture.contiguous().cpu().numpy()).save(path)
@@ -552,10 +554,10 @@ def image_bytes(args, stage, image_size):
     return 4 * 8 * blocks * 16 * factor * image_size**2 * (3 if stage == "dat" else 1)
 
 
-def update_ema(networks, decay, step):
+def update_ema(args, networks, step):
     """ema_model = d ema_model + (1 - d) model; d rises from 0.1, so that the start is forgotten."""
-    d = min(decay, (1 + step) / (10 + step))
-    # also the statistics of batch normalisation; but not its count of batches, a whole number
+    d = min(args.ema, (1 + step) / (10 + step))
+    # also the statistics of batch normalization; but not its count of batches, a whole number
     states = networks.ema_model.state_dict().values(), networks.model.state_dict().values()
     pairs = [pair for pair in zip(*states, strict=True) if pair[0].is_floating_point()]
     means, weights = zip(*pairs, strict=True)
@@ -593,7 +595,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
         ema_model.load_state_dict(model.state_dict())
         loop.update(stage=stage, stage_step=0)
     update_frozen(networks)
-    # in stage 2 batch normalisation keeps stage 1's statistics, without those of OOD images
+    # in stage 2 batch normalization keeps stage 1's statistics, without those of OOD images
     model.train(stage == "at")
     data = {"classes": indist.classes, "shape": [*indist.shape]}  # for whoever loads the weights
     save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, data=data)
@@ -602,7 +604,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
 
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     bar = tqdm(total=steps, initial=sampler.start, disable=None if dist.get_rank() == 0 else True)
-    meter = Meter(["loss"] if stage == "at" else ["loss", "clf_loss", "bce", "auc"], args, device)
+    meter = Meter(LOGGED[stage], args, device)
     reason = ""
     while loop["stage_step"] < steps and not reason:
         step = loop["stage_step"]
@@ -618,7 +620,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
 
         # forward and backward, micro-batch by micro-batch; the last one sums over the ranks
         T = loop["T"]
-        step_losses = torch.zeros(1 if stage == "at" else 2, device=device)
+        step_sums = torch.zeros(1 if stage == "at" else 2, device=device)
         scores = torch.zeros(2, sampler.global_batch, device=device)
         old_statistics = [buffer.clone() for buffer in statistics]
         for micro in range(1, sampler.accumulation + 1):
@@ -631,20 +633,20 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
                     losses, scores[:, batch.positions] = both_losses(args, networks, batch, T)
             losses = losses / sampler.global_batch
             (losses.sum() * world_size).backward()  # DDP takes the mean, we want the sum
-            step_losses += losses.detach()
+            step_sums += losses.detach()
         norm = update_if_finite(args, optimizer)
         for buffer, old in zip(statistics, old_statistics, strict=True):
             buffer.copy_(torch.where(norm.isfinite(), buffer, old))  # as if a skipped step were not
         update_frozen(networks)
-        update_ema(networks, args.ema, step)
-        metrics = step_losses.sum()[None]
+        update_ema(args, networks, step)
+        metrics = step_sums.sum()[None]
         log_row = {"step": loop["step"] + 1, "phase": PHASES[stage], "epoch": epoch, "lr": lr}
         if stage == "dat":
             log_row["T"] = T
             dist.all_reduce(scores)  # of an image they are zero on all ranks but its own
             step_auc = auc(*scores)
             # all ranks have the same AUC, and the meter sums over the ranks
-            metrics = torch.cat([metrics, step_losses, step_auc.float()[None] / world_size])
+            metrics = torch.cat([metrics, step_sums, step_auc.float()[None] / world_size])
             # T grows when the mean AUC of the last `window` steps, all with this T, is high enough.
             # (A skipped step has NaN: not high enough.) To read the AUC the host waits here.
             aucs = [*loop["aucs"], torch.where(norm.isfinite(), step_auc, math.nan).item()]
@@ -664,15 +666,15 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
-            metrics = evaluate(ema_model, indist, args, device)
-            if not math.isfinite(metrics["cross_entropy"]):
-                raise RuntimeError(f"held out: {metrics}: a lower learning rate?")
-            row = {f"val/{stage}/{name}": value for name, value in metrics.items()}
-            log.write({"step": loop["step"], "phase": PHASES[stage], "epoch": epoch, **row})
+            val_metrics = evaluate(args, ema_model, indist, device)
+            if not math.isfinite(val_metrics["cross_entropy"]):
+                raise RuntimeError(f"held out: {val_metrics}: a lower learning rate?")
+            val_row = {"step": loop["step"], "phase": PHASES[stage], "epoch": epoch}
+            log.write(val_row | {f"val/{stage}/{name}": x for name, x in val_metrics.items()})
             if stage == "dat":
                 path = f"{args.output_dir}/samples-{loop['step']}.png"
-                on_rank0(draw_samples, path, ema_model, indist, outdist, args, device)
-            if note_best(loop, stage, metrics, T):
+                on_rank0(draw_samples, args, path, ema_model, indist, outdist, device)
+            if note_best(loop, stage, val_metrics, T):
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
                 for name in ["at_best.pt", "best.pt"] if stage == "at" else ["best.pt"]:
                     save(name, ema_model=ema_model)
@@ -704,7 +706,7 @@ def start_networks(args, device, indist, state):
     is_left = args.at_epochs > 0 and not (state and state["loop"]["stage"] == "dat")  # stage 1
     if has_batch_norm and is_left and dist.get_world_size() > 1:
         if device.type == "cpu" or args.backend == "gloo":
-            text = "batch normalisation over several processes takes GPUs, and not --backend gloo"
+            text = "batch normalization over several processes takes GPUs, and not --backend gloo"
             raise InputError(f"--model_type {args.model_type}: in stage 1 {text}")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logging.info(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -723,8 +725,9 @@ def start_networks(args, device, indist, state):
 
 def main(args):
     device = setup_ddp(args)
-    free_on_resume = "data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log use_ddp"
-    state = open_run(args, free_on_resume.split())
+    free_on_resume = """data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log
+        use_ddp""".split()
+    state = open_run(args, free_on_resume)
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
@@ -776,10 +779,13 @@ def main(args):
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: files of the user, by rank 0. Each image has a row (file, class, part): what read_image
-# opens, None where there is no class, and TRAIN, VALID or TEST.
+# Reading
+#
+# Files of the user, by rank 0. Each image has a row (file, class, part): what read_image opens;
+# None where there is no class; TRAIN, VALID or TEST.
 
-PARTS = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
+SYNTHETIC = ["noise", "blobs"]  # OOD images that need no files
+PART_NAMES = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
 READER = 6  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -825,11 +831,11 @@ def draw_images(kind, shape):
             yield image, None, part
 
 
-def say(name, text, found):
-    """Logs how many were found, if any, and the first of them, if it has a name."""
+def warn(found, text):
+    """Logs how many were found, and one of them, if it has a name."""
     if found:
         example = f", such as {found[0]}" if isinstance(found[0], (str, Path)) else ""
-        logging.warning(f"{name}: {len(found)} {text}{example}")
+        logging.warning(f"{len(found):,} {text}{example}")
 
 
 def find_parts(root):
@@ -842,7 +848,7 @@ def find_parts(root):
         words = r"(?:.*[^a-z])?(train|val|test)(?:ing|id|idation|set|data)?(?:[^a-z].*)?"
         word = re.fullmatch(words, path.name.lower())
         if word:
-            parts[path.name] = PARTS[word[1]]
+            parts[path.name] = PART_NAMES[word[1]]
             has_classes |= any(child.is_dir() for child in path.iterdir())
     return parts if has_classes or len(parts) == len(folders) else {}
 
@@ -867,7 +873,7 @@ def find_in_folder(root):
             yield path, name, part
         else:
             unread.append(path)
-    say(root, "files or folders are not read as images", unread)
+    warn(unread, f"files or folders of {root} are not read as images")
 
 
 def files_below(folder):
@@ -898,7 +904,7 @@ def find_in_arrays(path):
     except Exception as error:  # those of zipfile and zlib, too
         expected = "expected an .npz file of arrays, an .npy of images, or SVHN's .mat"
         raise InputError(f"{path}: {error!r:.200}; {expected}") from None
-    for name, part in PARTS.items():
+    for name, part in PART_NAMES.items():
         for x, y in ((f"x_{name}", f"y_{name}"), (f"{name}_images", f"{name}_labels")):
             if x not in arrays:
                 continue
@@ -917,7 +923,7 @@ def find_in_arrays(path):
             unknown = labels == "" if labels.dtype.kind == "U" else labels < 0
             classes = np.where(unknown, None, labels).tolist()
             yield from zip(images, classes, [part] * len(images), strict=True)
-    say(path, "arrays are not read", list(arrays))
+    warn(list(arrays), f"arrays of {path} are not read")
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -966,9 +972,9 @@ def find_on_hub(name):
     except Exception as error:  # no network, no such name, and many more
         text = "no such folder or file here, and not on the hub, or no way to it; digits need none"
         raise InputError(f"{name}: {text} ({' '.join(str(error).split())[:200]})") from None
-    say(name, "splits are not read", [split for split in tables if split not in PARTS])
+    warn([split for split in tables if split not in PART_NAMES], f"splits of {name} are not read")
     rows = []
-    for split in [split for split in PARTS if split in tables]:
+    for split in [split for split in PART_NAMES if split in tables]:
         table = tables[split]
         kinds = {type(kind): column for column, kind in reversed(table.features.items())}
         image = kinds.get(datasets.Image)
@@ -981,7 +987,7 @@ def find_on_hub(name):
             known = [*table.features[label].names, None]
             classes = [known[number] for number in table[label]]
         column = table[image]
-        rows += [((column, i), own, PARTS[split]) for i, own in enumerate(classes)]
+        rows += [((column, i), own, PART_NAMES[split]) for i, own in enumerate(classes)]
     return rows, [table._fingerprint for table in tables.values()]
 
 
@@ -1008,7 +1014,7 @@ def read_image(file, channels, image_size):
     return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1)
 
 
-def write_images(folder, name, rows, shape, indist, only_test):
+def write_images(name, rows, shape, indist, only_test, folder):
     """Write images.npy (N, C, S, S) uint8; and rows.npz: labels, split and digests (N,), classes.
     indist: the images to classify, None if these are it. (rank 0)"""
     files, names, parts = zip(*rows, strict=True)
@@ -1061,13 +1067,13 @@ def write_images(folder, name, rows, shape, indist, only_test):
         split[own & np.isin(digests, seen)] = UNUSED
         seen = np.concatenate([seen, digests[own]])
     copies = [known[i] for i in np.flatnonzero(split == UNUSED)]
-    say(name, "images equal held-out ones, or those to classify: left out", copies)
+    warn(copies, f"images of {name} equal held-out ones, or those to classify: left out")
     uses = {TEST: "test"} if only_test else {TRAIN: "train", VALID: "validate", TEST: "test"}
     for part, use in uses.items():
         lost = [classes[i] for i in np.setdiff1d(range(len(classes)), labels[split == part])]
         if lost and (part == TRAIN or len(lost) == len(classes)):
             raise InputError(f"{name}: nothing to {use} on of {', '.join(lost[:20])}")
-        say(name, f"of {len(classes)} classes have nothing to {use} on", lost)
+        warn(lost, f"of {len(classes)} classes of {name} have nothing to {use} on")
     classes = classes if indist is None else []
     np.savez(folder / "rows.npz", labels=labels, split=split, digests=digests, classes=classes)
 
@@ -1082,7 +1088,7 @@ def prepare(args, name, indist=None, only_test=False):
         raise InputError(f"{name}: {error}") from None
     if indist is None:
         loose = [file for file, own, _ in rows if own is None]
-        say(name, "images have no class, or one that is not known: left out", loose)
+        warn(loose, f"images of {name} have no class, or one that is not known: left out")
         rows = [row for row in rows if row[1] is not None]
     if not rows:
         text = "no images there, or no classes"
@@ -1093,8 +1099,8 @@ def prepare(args, name, indist=None, only_test=False):
     channels = 1 if args.grey or colors in ([], [1]) else 3
     shape = indist.shape if indist else (channels, args.size or image_size)
     key = [READER, name, indist and indist.hash, shape, len(rows), version, only_test]
-    options = {"name": name, "rows": rows, "shape": shape, "indist": indist, "only_test": only_test}
-    return cached(args.cache_dir, "images", key, functools.partial(write_images, **options))
+    write = functools.partial(write_images, name, rows, shape, indist, only_test)
+    return cached(args.cache_dir, "images", key, write)
 
 
 # ==================================================================================================

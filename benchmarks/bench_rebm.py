@@ -16,7 +16,7 @@ original     xuwangyin/DAT fb2ffc7, from a description of it: attacks through th
              network is ours
 fast         the same with torch.compile
 
-Batch normalisation is frozen, as in stage 2. To the original's advantage its batches are ready, on
+Batch normalization is frozen, as in stage 2. To the original's advantage its batches are ready, on
 the device: it decodes and augments in other processes.
 """
 
@@ -186,7 +186,7 @@ def port(setting=None, seed=0, options=None, compiled=False, device="cpu", preci
     options = {"lr": RATE, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     optimizer = torch.optim.SGD(model.parameters(), **options)
     batches = make_batches(setting, seed, device)
-    model.eval()  # so that batch normalisation is frozen
+    model.eval()  # so that batch normalization is frozen
     attack_ood = {"steps": T, "eps": float("inf"), "size": STEP}
     attack_clf = {"steps": CLF_STEPS, "eps": CLF_EPS, "size": STEP}
     for number in itertools.count():

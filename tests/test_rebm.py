@@ -207,8 +207,9 @@ def test_the_average_of_the_weights():
     ema_model = small_network(WIDE)
     for tensor in model.state_dict().values():
         tensor += 1
+    networks = script.Networks(model, ema_model, None, None)
     for decay, share in ((0.999, 9 / 15), (0.0, 1)):
-        script.update_ema(script.Networks(model, ema_model, None, None), decay, 5)
+        script.update_ema(arguments(f"ema={decay}"), networks, 5)
         found = ema_model.bn1.running_var - 1
         torch.testing.assert_close(found, torch.full_like(found, share))
     assert ema_model.bn1.num_batches_tracked == 0
@@ -219,7 +220,7 @@ def test_samples_of_few_images(small, tmp_path):
     args, indist, outdist = read_digits(small)
     outdist.split[outdist.part(script.VALID)[3:]] = script.UNUSED
     network = small_network()
-    script.draw_samples(tmp_path / "a.png", network, indist, outdist, args, CPU)
+    script.draw_samples(args, tmp_path / "a.png", network, indist, outdist, CPU)
     columns = min(10, len(indist.classes))
     assert Image.open(tmp_path / "a.png").size == (8 * columns, 80)
 
@@ -271,7 +272,7 @@ def test_the_length_of_the_attack(small, tmp_path, server):
 
 def test_stages_in_two_runs(small, tmp_path, server, group, monkeypatch):
     """Validation is in fp32, also where training is not. Stage 2 starts from the given weights, and
-    freezes the statistics of batch normalisation."""
+    freezes the statistics of batch normalization."""
     steps = ["--attack_max_steps=0", "--indist_attack_clf_max_steps=0"]
     wide = [*small, WIDE, "--global_batch_size=100", *steps]
     options = [*wide, "--total_epochs=0", "--precision=bf16"]
@@ -283,7 +284,7 @@ def test_stages_in_two_runs(small, tmp_path, server, group, monkeypatch):
     at_best = script.read_weights(at.folder / "at_best.pt", model)
     best = script.read_weights(at.folder / "best.pt", model)
     assert not differences(best, at_best) and best["bn1.running_mean"].any()
-    for name, value in script.evaluate(model.eval(), indist, args, CPU).items():
+    for name, value in script.evaluate(args, model.eval(), indist, CPU).items():
         assert at.rows[-1][f"val/at/{name}"] == pytest.approx(value, rel=1e-5), name
 
     options = [*wide, "--at_epochs=0", "--total_epochs=1", f"--ckpt_path={at.folder}/best.pt"]
@@ -294,7 +295,7 @@ def test_stages_in_two_runs(small, tmp_path, server, group, monkeypatch):
     assert not torch.equal(best["bn1.weight"], state["bn1.weight"])
 
     monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
-    with pytest.raises(script.InputError, match="batch normalisation over several processes takes"):
+    with pytest.raises(script.InputError, match="batch normalization over several processes takes"):
         start_networks(WIDE)
 
 

@@ -96,12 +96,17 @@ TWO = ["train", "test"]  # 24 images each; of a missing part some are taken from
 FOLDERS = {  # folders of images, what is odd, images of each part, what is said
     "longer names": (["training_set", "Valid-Set"], None, [22, 2, 24], ""),
     "three parts": ([*TWO, "validation"], None, [24, 24, 24], ""),
-    "one part": ([""], None, [19, 1, 4], "1 of 2 classes have nothing to validate on"),
-    "odd files": (TWO, odd_files, [24, 2, 24], "5 files .*__MACOSX.*1 images have no .*/a.png"),
+    "one part": ([""], None, [19, 1, 4], "1 of 2 classes .* nothing to validate on"),
+    "odd files": (TWO, odd_files, [24, 2, 24], "5 files .*__MACOSX.*1 images .* no class.*/a.png"),
     "seg": (["seg_train", "seg_test"], seg, [22, 2, 24], ""),
     "a class called train": ([""], a_class_called_train, [19, 1, 4], "nothing to validate on"),
-    "tiny imagenet": (["train"], tiny_imagenet, [22, 2, 6], "val_annotations.*1 images have no"),
-    "copies": (TWO, copies, [22, 2, 24], "3 images equal held-out ones.*copy0"),
+    "tiny imagenet": (
+        ["train"],
+        tiny_imagenet,
+        [22, 2, 6],
+        "val_annotations.*1 images .* no class",
+    ),
+    "copies": (TWO, copies, [22, 2, 24], "3 images .* equal held-out ones.*copy0"),
 }
 
 
@@ -171,7 +176,7 @@ def test_ood_images_are_none_to_classify(tmp_path, caplog):
     whole = script.Images(script.prepare(args, str(others), indist, only_test=True))
     assert counts(whole) == [0, 0, 31]
     assert data.shape == indist.shape
-    assert "5 images equal held-out ones, or those to classify" in caplog.text
+    assert re.search("5 images .* equal held-out ones, or those to classify", caplog.text)
 
 
 def test_the_cache(tmp_path):
@@ -254,8 +259,8 @@ def test_arrays_as_keras_has_them(tmp_path, caplog):
     assert np.array_equal(data.images[:, 0], x[y >= 0])
     assert np.array_equal(data.labels, y[y >= 0])
     assert counts(data) == [42, 3, 15]
-    assert "a.npz: 1 arrays are not read, such as train" in caplog.text
-    assert "a.npz: 20 images have no class, or one that is not known: left out" in caplog.text
+    assert re.search("1 arrays of .*a.npz are not read, such as train", caplog.text)
+    assert re.search("20 images of .*a.npz have no class, or one that is not known", caplog.text)
     assert read(path, "--size=16").shape == (1, 16)
     names = np.array(["c", "b", "a", ""])[y]
     np.savez(path, **{**good, "y_train": names[:60], "y_test": names[60:]})
@@ -407,8 +412,8 @@ def test_hub(tmp_path, monkeypatch, caplog):
     assert data.classes == ["a", "b"]
     assert sum(counts(data)) == 60
     assert np.array_equal(data.images[:, 0].mean((1, 2)) > 80, data.labels == 0)
-    assert "1 splits are not read, such as extra" in caplog.text
-    assert "3 images have no class, or one that is not known" in caplog.text
+    assert "1 splits of some/pictures:full are not read, such as extra" in caplog.text
+    assert "3 images of some/pictures:full have no class" in caplog.text
     tables["train"] = tables["train"].shuffle(seed=1)  # as many other images are other data
     assert script.Images(script.prepare(args, "some/pictures")).hash != data.hash
     monkeypatch.setattr(datasets, "load_dataset", lambda name: 1 / 0)
