@@ -11,10 +11,10 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py --data photos --size 64                 # photos/train/CLASS/*.jpg
     python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
-Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (if only
-one, it is the test), or with the classes alone; an .npz of uint8 arrays, x_train (N, S, S) or (N,
-S, S, 3), y_train (-1: no label), perhaps x_val, x_test; CIFAR's folder; SVHN's .mat; an .npy of OOD
-images; or a data set of the hub. Attacks see pixels in [0, 1].
+Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (if only one,
+it is the test), or with the classes alone; an .npz of arrays of 0 to 255, x_train (N, S, S), (N, S,
+S, 3) or (N, 3, S, S), y_train (-1: no label), perhaps x_val, x_test; CIFAR's folder; SVHN's .mat;
+an .npy of OOD images; or a data set of the hub. Attacks see pixels in [0, 1].
 
 Logged, over all ranks:
     loss (nats an image), in stage 2 also its parts: clf_loss, and bce (binary cross entropy)
@@ -23,10 +23,9 @@ Logged, over all ranks:
     attack), cross_entropy (nats)
     phase (1 at, 2 dat), epoch, lr, grad_norm (before clipping), skipped (steps whose gradient was
     not finite), samples_per_s, data_wait (part of the time), peak_gb (of a GPU)
-
 Files in --output_dir: at_best.pt (stage 1), best.pt (the last stage), latest.pt, metrics.jsonl,
 samples-STEP.png (stage 2); at the end summary.json, curves.png. The same command resumes the run.
-"(all ranks)": every rank must call this function, in the same order; "(rank 0)": only rank 0 does.
+"(all ranks)": every rank must call it, in the same order; "(rank 0)": only rank 0 does.
 """
 
 # /// script
@@ -94,8 +93,7 @@ def parse_args():
     add("--size", type=NATURAL, default=0, help="pixels a side; 0: an array's own, files 32")
     add("--grey", **FLAG, help="make all images grey")
     kinds = ["none", "shift", "original"]
-    text = "images to classify are shifted; original: twice as far, and mirrored"
-    add("--augm_type_classification", default="shift", choices=kinds, help=text)
+    add("--augm_type_classification", default="shift", choices=kinds, help="of images to classify")
     add("--augm_type_generation", default="none", choices=kinds, help="of real and OOD images")
 
     add = parser.add_argument_group("model").add_argument
@@ -115,34 +113,32 @@ def parse_args():
     add("--indist_attack_clf_eps", type=length, default=0.5, help="radius of the ball")
     add("--indist_attack_clf_norm", default="L2", choices=["L2", "Linf"], help="of step and ball")
 
-    add = parser.add_argument_group("optimization").add_argument
+    add = parser.add_argument_group("training").add_argument
     add("--at_epochs", type=NATURAL, default=40, help="of stage 1; 0: stage 2 from --ckpt_path")
     add("--total_epochs", type=NATURAL, default=100, help="of stage 2; 0: stage 1 only")
     add("--at_optimizer", default="adamw", choices=OPTIMIZERS, help="of stage 1")
-    add("--at_lr", type=number(0), default=2e-3, help="peak of stage 1; half a cosine down to 0")
     add("--optimizer", default="sgd", choices=OPTIMIZERS, help="of stage 2")
+    add("--at_lr", type=number(0), default=2e-3, help="peak learning rate of stage 1, a cosine")
     add("--lr", type=number(0), default=1e-3, help="learning rate of stage 2, constant")
-    add("--wd", type=number(0), default=5e-4, help="weight decay of matrices; biases, norms: 0")
+    add("--wd", type=number(0), default=5e-4, help="weight decay of matrices; biases and norms: 0")
     add("--ema", type=number(0, 1), default=0.999, help="decay of averaged weights; 0: no average")
-    text = "images between validations; 0: only at the end of a stage"
-    add("--n_imgs_per_evaluation_log", type=NATURAL, default=50_000, help=text)
     add("--use_ddp", **{**FLAG, "default": True}, help="False: only one process, on one GPU")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--n_imgs_per_evaluation_log", type=NATURAL, default=50_000, help="images; 0: once a stage")
 
     add_common_arguments(parser, output_dir="outputs/rebm")
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}  # the original's names
     add("--ddp_backend", dest="backend", **hidden)
     add("--rand_seed", dest="seed", type=number(0, 2**32, int), **hidden)
-    # parse_with_config reads sys.argv, and so does torchrun
-    sys.argv[1:] = as_options(sys.argv[1:], parser)
+    sys.argv[1:] = as_options(sys.argv[1:], parser)  # which torchrun reads, too
     try:
         args = parse_with_config(parser)
     except InputError as error:
         hints = [f"{old} is {new} here" for old, new in RENAMED.items() if f"{old}=" in str(error)]
         raise InputError("; ".join([str(error), *hints])) from None
-    if args.at_epochs == args.total_epochs == 0:
-        parser.error("--at_epochs 0 and --total_epochs 0 leave nothing to train")
-    if args.at_epochs == 0 and not args.ckpt_path:
-        parser.error("--at_epochs 0: stage 2 starts from weights of stage 1, give --ckpt_path")
+    if args.at_epochs == 0 and not (args.ckpt_path and args.total_epochs):
+        parser.error("--at_epochs 0: give --total_epochs of stage 2, and --ckpt_path to start from")
     if args.indist_attack_clf_norm == "Linf" and args.indist_attack_clf_eps >= 0.5:
         parser.error("--indist_attack_clf_eps >= 0.5 in Linf makes any image grey; 0.03 is usual")
     return args
@@ -155,11 +151,10 @@ def as_options(words, parser):
         key, equals, value = word.partition("=")
         section, dot, name = key.removeprefix("--").rpartition(".")
         if equals and (dot or not word.startswith("-")):
-            options += config_words({name: value}, parser, f"--{section}_" if section else "--")
+            word = config_words({name: value}, parser, f"--{section}_" if section else "--")[0]
         elif word.endswith((".yaml", ".yml")) and not equals and options[-1:] != ["--config"]:
-            options.append(f"--config={word}")
-        else:
-            options.append(word)
+            word = f"--config={word}"
+        options.append(word)
     return options
 
 
@@ -210,18 +205,17 @@ class Images:
 
 
 def augment(image, kind, rng):
-    """A copy (C, S, S), shifted along both axes (the rim becomes black), and perhaps mirrored."""
+    """A copy (C, S, S), shifted along both axes (the rim becomes black). The original shifts twice
+    as far as "shift", and mirrors some."""
     if kind == "none":
         return image
     channels, image_size, _ = image.shape
-    most = max(1, image_size // 16 if kind == "shift" else image_size // 8)
+    most = max(1, image_size // (16 if kind == "shift" else 8))
     across, down = rng.integers(0, 2 * most + 1, 2)
     wide = np.zeros((channels, image_size + 2 * most, image_size + 2 * most), np.uint8)
     wide[:, most:-most, most:-most] = image
     image = wide[:, down : down + image_size, across : across + image_size]
-    if kind == "original" and rng.random() < 0.5:
-        image = image[:, :, ::-1]
-    return image
+    return image[:, :, ::-1] if kind == "original" and rng.random() < 0.5 else image
 
 
 class TrainingData(Dataset):
@@ -246,7 +240,6 @@ class TrainingData(Dataset):
         clf_x = augment(self.indist.images[i], self.args.augm_type_classification, rng)
         if self.phase == PHASES["at"]:
             return position, clf_x, self.indist.labels[i]
-
         real = rng.choice(self.real_ids)
         ood = rng.choice(self.ood_ids)
         real_x = augment(self.indist.images[real], self.args.augm_type_generation, rng)
@@ -288,23 +281,21 @@ class SmallNet(Network):
     def __init__(self, num_classes, channels, image_size):
         super().__init__(channels)
         layers = []
-        before = channels
-        for after in (24, 48) if image_size < 16 else (24, 48, 96):
-            for stride in (1 if after == 24 else 2, 1):
-                layers.append(nn.Conv2d(before, after, 3, stride, 1))
-                layers += [nn.GroupNorm(1, after), nn.SiLU()]
-                before = after
-                image_size = math.ceil(image_size / stride)
+        widths = [channels, 24, 24, 48, 48, 96, 96][: 5 if image_size < 16 else 7]
+        for before, after in itertools.pairwise(widths):
+            stride = 2 if channels < before < after else 1
+            layers += [nn.Conv2d(before, after, 3, stride, 1), nn.GroupNorm(1, after), nn.SiLU()]
+            image_size = math.ceil(image_size / stride)
         if image_size > 4:  # to 4 x 4; the gradient of nn.AdaptiveAvgPool2d differs from run to run
             stride = image_size // 4
             layers.append(nn.AvgPool2d(image_size - 3 * stride, stride))
-        layers += [nn.Flatten(), nn.Linear(before * min(image_size, 4) ** 2, 128), nn.SiLU()]
+        layers += [nn.Flatten(), nn.Linear(after * min(image_size, 4) ** 2, 128), nn.SiLU()]
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(128, num_classes)
 
 
 class WideBlock(nn.Module):
-    """Pre-activation residual block (Zagoruyko and Komodakis 2016)."""
+    """Pre-activation residual block (Zagoruyko and Komodakis 2016), with its parameters' names."""
 
     def __init__(self, before, after, stride):
         super().__init__()
@@ -324,8 +315,6 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(Network):
-    """Its parameters have the names that its authors gave them."""
-
     def __init__(self, depth, factor, num_classes, channels):
         super().__init__(channels)
         self.conv1 = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
@@ -348,8 +337,7 @@ class WideResNet(Network):
 
 # depths and factors of networks; SmallNet has those of a WideResNet that takes as much memory
 WIDE_SIZES = [(28, 2), (28, 10), (28, 20), (34, 10), (34, 20), (40, 10), (70, 16)]
-MODELS = {"SmallNet": (10, 1.5)}
-MODELS.update({f"WideResNet{depth}x{factor}": (depth, factor) for depth, factor in WIDE_SIZES})
+MODELS = {"SmallNet": (10, 1.5), **{f"WideResNet{d}x{k}": (d, k) for d, k in WIDE_SIZES}}
 
 
 def make_network(args, num_classes, channels, image_size):
@@ -362,37 +350,52 @@ def make_network(args, num_classes, channels, image_size):
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     nn.init.zeros_(model.fc.bias)
-    # Convolutions are faster with channels last, except those of small images on a CPU. The layout
-    # must not depend on the device: a resumed run's optimizer has that of the run before.
-    return model.to(memory_format=torch.channels_last) if image_size >= 16 else model
+    return model
 
 
 class Networks(NamedTuple):
     model: nn.Module  # is trained
     ema_model: nn.Module  # has the averaged weights: for validation, and to be used
-    # for attacks: the weights of the model, in evaluation mode, without gradients and DDP's hooks
-    frozen: nn.Module
+    frozen: nn.Module  # for attacks: the model's weights, without gradients and DDP's hooks
     ddp_model: nn.Module  # the model within DDP
+
+
+EXPECTED = "expected best.pt, step_N.pt or latest.pt of run_train_rebm_ddp.py"
+
+
+def load_file(path):
+    """The dict that torch.save wrote. Raises InputError."""
+    if not Path(path).is_file():
+        reason = "is a folder" if Path(path).is_dir() else "there is no such file"
+        raise InputError(f"{path}: {reason}")
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception:  # torch.load raises many kinds, and advises to run what code the file has
+        raise InputError(f"{path}: no tensors by name can be read; {EXPECTED}") from None
 
 
 def read_weights(path, model, classes=None):
     """{name: tensor}, which the model now has: the averaged weights of a checkpoint, ours (old
     ones, too) or the original's, or a state_dict; names may have prefixes of wrappers. classes:
     what its outputs have to be, where the file says it. (rank 0)"""
+    state = load_file(path)
+    known = state.get("data", state.get("loop", {})).get("classes", classes)
+    keys = "ema_model average model ema_state_dict model_state_dict state_dict".split()
+    state = next((state[key] for key in keys if key in state), state)
+    prefix = r"^((module|_orig_mod|base_model)\.)+"
+    found = {re.sub(prefix, "", name): tensor for name, tensor in state.items()}
+    found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        known = state.get("data", state.get("loop", {})).get("classes", classes)
-        keys = "ema_model average model ema_state_dict model_state_dict state_dict".split()
-        state = next((state[key] for key in keys if key in state), state)
-        prefix = r"^((module|_orig_mod|base_model)\.)+"
-        found = {re.sub(prefix, "", name): tensor for name, tensor in state.items()}
-        found.pop("n_averaged", None)  # a counter of torch.optim.swa_utils
-        model.load_state_dict(found)
-    except Exception as error:  # torch.load raises many kinds
-        text = " ".join(str(error).split())[:1000]  # torch's errors have many lines
-        raise InputError(f"{path}: expected weights of this --model_type; {text}") from None
+        differences = model.load_state_dict(found, strict=False)
+        wrong = differences.missing_keys + differences.unexpected_keys
+    except RuntimeError as error:  # a line for each other shape
+        wrong = str(error).splitlines()[1:]
+    if wrong:
+        text = f"{len(wrong)} weights do not fit, such as {', '.join(map(str.strip, wrong[:3]))}"
+        raise InputError(f"{path}: {text}; expected weights of this --model_type")
     if classes and known != classes:
-        raise InputError(f"{path}: its classes are {', '.join(known)}; here {', '.join(classes)}")
+        text = f"its classes are {', '.join(known)}; here {', '.join(classes)}"
+        raise InputError(f"{path}: {text}; y_train of an .npz may have these names")
     return found
 
 
@@ -439,24 +442,17 @@ def auc(real, fake):
     return (lower + lower_or_equal).sum().double() / (2 * len(real) * len(fake))
 
 
-def attack_to_classify(args, frozen, batch):
-    """Images to classify (B, C, S, S), moved to where their cross entropy is high."""
+def batch_losses(args, networks, batch, T):
+    """Sums over a micro-batch. In stage 1 (1,): of the cross entropies of attacked images. In stage
+    2 (2,), with that of the binary cross entropies, a half each, of real images and of OOD images
+    that T steps of an attack have moved towards the labels y of the real ones. And f_y (2, B) of
+    both, of which the AUC is; in stage 1 zeros."""
     names = ("max_steps", "step_size", "eps", "norm")
-    settings = [getattr(args, f"indist_attack_clf_{name}") for name in names]
-    return attack(frozen, cross_entropy, pixels(batch.clf_x), batch.clf_y, *settings)
-
-
-def classifier_loss(args, networks, batch):
-    """Stage 1: the sum () over a micro-batch of the cross entropies of attacked images."""
-    x = attack_to_classify(args, networks.frozen, batch)
-    return cross_entropy(networks.ddp_model(x), batch.clf_y).sum()
-
-
-def both_losses(args, networks, batch, T):
-    """Stage 2: two sums (2,) over a micro-batch: that of stage 1; and the binary cross entropy, a
-    half each, of real images and of OOD images that T steps of an attack have moved towards the
-    labels y of the real ones. And f_y (2, B) of both, of which the AUC is."""
-    x = attack_to_classify(args, networks.frozen, batch)
+    ball = [getattr(args, f"indist_attack_clf_{name}") for name in names]
+    x = attack(networks.frozen, cross_entropy, pixels(batch.clf_x), batch.clf_y, *ball)
+    if batch.ood_x is None:
+        clf_loss = cross_entropy(networks.ddp_model(x), batch.clf_y).sum()
+        return clf_loss[None], torch.zeros(2, len(x), device=x.device)
     ood_x = pixels(batch.ood_x)
     fake = attack(networks.frozen, label_logit, ood_x, batch.real_y, T, args.attack_step_size)
     # One pass for all, since nothing mixes the images of a batch: batch normalization is frozen.
@@ -516,21 +512,19 @@ def note_best(loop, stage, metrics, T):
     """Whether these weights are the best of the stage so far; loop["best"] says so then."""
     # Networks that have seen longer attacks generate better images, and are hardly less robust: so
     # T counts first. Then accuracy under attack, which is 0 where training had none.
-    order = [T, metrics["robust"], metrics["clean"]]
-    if stage in loop["best"] and order < loop["best"][stage]["rank"]:
+    rank = [T, metrics["robust"], metrics["clean"]]
+    if stage in loop["best"] and rank < loop["best"][stage]["rank"]:
         return False
     best = {"metric": f"{stage}/robust", "value": metrics["robust"], "step": loop["step"]}
-    loop["best"][stage] = {**best, "rank": order, "T": T, "metrics": metrics}
+    loop["best"][stage] = {**best, "rank": rank, "T": T, "metrics": metrics}
     return True
 
 
 # --------------------------------------------------------------------------------------------------
 # Train
 
-OPTIMIZERS = {  # with the original's settings
-    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
-}
+OPTIMIZERS = {"sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})}  # the original's
+OPTIMIZERS["adamw"] = (torch.optim.AdamW, {"betas": (0.9, 0.95)})
 
 
 def make_optimizer(args, model, stage):
@@ -572,10 +566,11 @@ def update_frozen(networks):
             rounded.copy_(weight.detach())
 
 
-def train(args, device, stage, indist, outdist, networks, autocast, state, log, loop):
+def train(args, device, stage, data, networks, autocast, state, log, loop):
     """One stage, from where `loop` says that it stands. state: the checkpoint to go on from, None
     for a new run. Returns why training was stopped, "" if the stage has ended. (all ranks)"""
     world_size = dist.get_world_size()
+    indist, outdist = data
     model, ema_model, _, ddp_model = networks
     room = room_on_gpu(model, device) / image_bytes(args, stage, indist.shape[1])
     sampler = GlobalBatchSampler(indist.part(TRAIN), args, np.ones(len(indist.split)), room)
@@ -597,8 +592,8 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
     update_frozen(networks)
     # in stage 2 batch normalization keeps stage 1's statistics, without those of OOD images
     model.train(stage == "at")
-    data = {"classes": indist.classes, "shape": [*indist.shape]}  # for whoever loads the weights
-    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, data=data)
+    about = {"classes": indist.classes, "shape": [*indist.shape]}  # for whoever loads the weights
+    save = functools.partial(save_checkpoint, args=args, log=log, loop=loop, data=about)
     sampler.start = loop["stage_step"]
     batches = make_loader(TrainingData(args, indist, outdist, stage), sampler, args, device)
 
@@ -612,9 +607,8 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
         if position == 0:
             logging.info(f"Starting training epoch {epoch}")
         seed_step(args, loop["step"])
-        lr = args.lr
-        if stage == "at":
-            lr = args.at_lr * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
+        lr = args.at_lr * cosine if stage == "at" else args.lr
         for group in optimizer.param_groups:
             group["lr"] = lr
 
@@ -627,10 +621,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
             batch = meter.next_batch(batches, device)
             ddp_model.require_backward_grad_sync = micro == sampler.accumulation
             with autocast():
-                if stage == "at":
-                    losses = classifier_loss(args, networks, batch)[None]
-                else:
-                    losses, scores[:, batch.positions] = both_losses(args, networks, batch, T)
+                losses, scores[:, batch.positions] = batch_losses(args, networks, batch, T)
             losses = losses / sampler.global_batch
             (losses.sum() * world_size).backward()  # DDP takes the mean, we want the sum
             step_sums += losses.detach()
@@ -667,8 +658,10 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
         # evaluate: all ranks get the same metrics, and so agree on what is best
         if must_evaluate:
             val_metrics = evaluate(args, ema_model, indist, device)
-            if not math.isfinite(val_metrics["cross_entropy"]):
-                raise RuntimeError(f"held out: {val_metrics}: a lower learning rate?")
+            loss = val_metrics["cross_entropy"]
+            if not math.isfinite(loss):
+                option = "--at_lr" if stage == "at" else "--lr"
+                raise RuntimeError(f"the validation cross_entropy is {loss}: a lower {option}?")
             val_row = {"step": loop["step"], "phase": PHASES[stage], "epoch": epoch}
             log.write(val_row | {f"val/{stage}/{name}": x for name, x in val_metrics.items()})
             if stage == "dat":
@@ -676,8 +669,9 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
                 on_rank0(draw_samples, args, path, ema_model, indist, outdist, device)
             if note_best(loop, stage, val_metrics, T):
                 logging.info(f"Saving checkpoint for model at step {loop['step']}")
-                for name in ["at_best.pt", "best.pt"] if stage == "at" else ["best.pt"]:
-                    save(name, ema_model=ema_model)
+                if stage == "at":
+                    save("at_best.pt", ema_model=ema_model)
+                save("best.pt", ema_model=ema_model)
 
         # save, with what the evaluation has changed
         if args.keep_every and loop["step"] % args.keep_every == 0:
@@ -687,8 +681,7 @@ def train(args, device, stage, indist, outdist, networks, autocast, state, log, 
             meter.start()  # neither counts as time of steps
     bar.close()
     if not reason and stage not in loop["best"]:
-        text = f"{loop['stage_step']} steps of stage {stage} are made, and none was evaluated"
-        raise InputError(f"{text}: give more epochs")
+        raise InputError(f"no step of stage {stage} was evaluated: give more epochs")
     return reason
 
 
@@ -700,6 +693,10 @@ def start_networks(args, device, indist, state):
     """The Networks, and a function that makes the context of a forward pass. (all ranks)"""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_network(args, len(indist.classes), *indist.shape).to(device)
+    # Convolutions are faster with channels last, except those of small images on a CPU. The layout
+    # must not depend on the device: a resumed run's optimizer has that of the run before.
+    if indist.shape[1] >= 16:
+        model.to(memory_format=torch.channels_last)
     if args.ckpt_path and state is None:
         model.load_state_dict(on_rank0(read_weights, args.ckpt_path, model, indist.classes))
     has_batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
@@ -725,9 +722,8 @@ def start_networks(args, device, indist, state):
 
 def main(args):
     device = setup_ddp(args)
-    free_on_resume = """data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log
-        use_ddp""".split()
-    state = open_run(args, free_on_resume)
+    free_on_resume = "data outdist_data at_epochs total_epochs n_imgs_per_evaluation_log use_ddp"
+    state = open_run(args, free_on_resume.split())
     world_size = dist.get_world_size()
     if not args.use_ddp and world_size > 1:
         raise InputError(f"--use_ddp False is one process, {world_size} were started")
@@ -735,9 +731,12 @@ def main(args):
     indist = Images(read_once(functools.partial(prepare, name=args.data), args))
     like = functools.partial(prepare, name=args.outdist_data, indist=indist)
     outdist = Images(read_once(like, args))
+    data = (indist, outdist)
+    size = " x ".join(map(str, indist.images.shape[1:]))
+    logging.info(f"  {len(indist.classes)} classes, images of {size}")
     for part, use in ((TRAIN, "train"), (VALID, "validate"), (TEST, "test")):
-        counts = f"{len(indist.part(part)):,} images of {len(indist.classes)} classes"
-        logging.info(f"  to {use} on: {counts}, and {len(outdist.part(part)):,} OOD images")
+        counts = f"{len(indist.part(part)):,} images, and {len(outdist.part(part)):,} OOD images"
+        logging.info(f"  to {use} on: {counts}")
     if args.prepare_only:
         logging.info(f"The data are read: {args.cache_dir}")
         return 0
@@ -762,19 +761,18 @@ def main(args):
         for stage, epochs in {"at": args.at_epochs, "dat": args.total_epochs}.items():
             if epochs == 0 or [stage, loop["stage"]] == ["at", "dat"]:
                 continue
-            reason = train(
-                args, device, stage, indist, outdist, networks, autocast, state, log, loop
-            )
+            reason = train(args, device, stage, data, networks, autocast, state, log, loop)
             if reason:
                 return log.stop(reason, steps=loop["step"], stages=loop["best"])
             best = loop["best"][stage]
-            text = " ".join(f"{name}={value:.4f}" for name, value in best["metrics"].items())
-            logging.info(f"held out, stage {stage}: {text} T={best['T']}; guessing {commonest:.4f}")
+            figures = {**best["metrics"], "T": best["T"], "commonest class": commonest}
+            text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            logging.info(f"held out, stage {stage}: {text}")
 
     baselines = {"commonest class": {"clean": commonest}}
     log.close("finished", steps=loop["step"], best=best, stages=loop["best"], baselines=baselines)
     logging.info("tools/evaluate_rebm.py of the repository measures best.pt on the test set")
-    logging.info("Training and validation completed successfully!")
+    logging.info("Training and evaluation completed successfully!")
     return 0
 
 
@@ -786,6 +784,7 @@ def main(args):
 
 SYNTHETIC = ["noise", "blobs"]  # OOD images that need no files
 PART_NAMES = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}
+CIFAR = ["batches.meta", "meta"]  # beside its files
 READER = 6  # raise it when you change what is read or kept: else an old cache is used
 
 
@@ -804,16 +803,16 @@ def find_images(name, shape):
         return list(draw_images(name, shape)), []
     if not path.exists():
         return find_on_hub(name)
+    metas = [*path.glob("*meta"), *path.glob("*/*meta")]
     if path.is_file():
         rows = list(find_in_arrays(path))
         files = [path]
-    elif cifar := [folder for folder in (path, *path.iterdir()) if is_cifar(folder)]:
+    elif cifar := [meta for meta in metas if meta.name in CIFAR and meta.is_file()]:
         rows = list(find_in_pickles(cifar[0]))
-        files = sorted(cifar[0].iterdir())
+        files = sorted(cifar[0].parent.iterdir())
     else:
         rows = list(find_in_folder(path))
-        lists = list(path.glob("*/val_annotations.txt"))
-        files = [*lists, *[file for file, _, _ in rows]]
+        files = [*path.glob("*/val_annotations.txt"), *[file for file, _, _ in rows]]
     stats = [file.stat() for file in files]
     return rows, [[*map(str, files)], [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
 
@@ -846,8 +845,7 @@ def find_parts(root):
     has_classes = False
     for path in folders:
         words = r"(?:.*[^a-z])?(train|val|test)(?:ing|id|idation|set|data)?(?:[^a-z].*)?"
-        word = re.fullmatch(words, path.name.lower())
-        if word:
+        if word := re.fullmatch(words, path.name.lower()):
             parts[path.name] = PART_NAMES[word[1]]
             has_classes |= any(child.is_dir() for child in path.iterdir())
     return parts if has_classes or len(parts) == len(folders) else {}
@@ -862,6 +860,7 @@ def find_in_folder(root):
         classes = dict(line.split("\t")[:2] for line in path.read_text().splitlines())
     kinds = Image.registered_extensions()
     unread = []
+    has_images = {}  # by class
     for path in files_below(root):
         folders = [*path.relative_to(root).parts[:-1], None, None]  # None: there is no folder
         part = parts.get(folders.pop(0)) if parts else TRAIN
@@ -869,23 +868,25 @@ def find_in_folder(root):
         if classes and folders[:2] == ["images", None]:
             name = classes.get(path.name)
         is_image = path.name[0] != "." and kinds.get(path.suffix.lower()) in Image.OPEN
+        if part is not None:
+            has_images[name] = is_image or has_images.get(name, False)
         if is_image and part is not None:
             yield path, name, part
         else:
             unread.append(path)
+    for name in has_images:
+        if name and not has_images[name]:
+            logging.warning(f"{root}: class {name} has no images")
     warn(unread, f"files or folders of {root} are not read as images")
 
 
 def files_below(folder):
-    """Yields all files; of hidden and of empty folders only the folder."""
-    paths = sorted(folder.iterdir())
-    for path in paths:
+    """Yields all files; of hidden folders only the folder; FOLDER/(empty) of an empty one."""
+    for path in sorted(folder.iterdir()) or [folder / "(empty)"]:
         if path.is_dir() and path.name[0] != ".":
             yield from files_below(path)
         else:
             yield path
-    if not paths:
-        yield folder
 
 
 def find_in_arrays(path):
@@ -913,7 +914,9 @@ def find_in_arrays(path):
                 images = images.transpose(0, 2, 3, 1)
             if images.dtype != np.uint8 or images.ndim not in (3, 4):
                 text = f"{x} is {images.dtype} {images.shape}"
-                raise InputError(f"{path}: {text}; expected uint8 (N, S, S) or (N, S, S, 3)")
+                raise InputError(
+                    f"{path}: {text}; expected uint8, 0 to 255, (N, S, S) or (N, S, S, 3)"
+                )
             if images.max(initial=0) < 2:
                 raise InputError(f"{path}: {x} has no pixel above 1; expected 0 to 255")
             labels = arrays.pop(y, np.full(len(images), -1)).ravel()
@@ -937,22 +940,18 @@ class ArrayUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
 
 
-def is_cifar(folder):
-    return (folder / "batches.meta").is_file() or (folder / "meta").is_file()
-
-
-def find_in_pickles(root):
+def find_in_pickles(meta):
     """Yields rows of CIFAR-10 or CIFAR-100 as its authors ship it; their test set is the test."""
-    names = ["batches.meta", *[f"data_batch_{number}" for number in range(1, 6)], "test_batch"]
-    kind = "label"
-    if (root / "meta").exists():
-        names = ["meta", "train", "test"]
-        kind = "fine_label"
-    for path in [root / name for name in names]:
+    names = ["meta", "train", "test"]
+    kind = "fine_label"
+    if meta.name == "batches.meta":
+        names = [meta.name, *[f"data_batch_{number}" for number in range(1, 6)], "test_batch"]
+        kind = "label"
+    for path in [meta.with_name(name) for name in names]:
         try:
             with open(path, "rb") as file:
                 content = ArrayUnpickler(file, encoding="latin1").load()
-            if path.name == names[0]:
+            if path == meta:
                 known = content[f"{kind}_names"]
                 continue
             images = content["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
@@ -970,8 +969,8 @@ def find_on_hub(name):
     try:
         tables = datasets.load_dataset(*name.split(":"))
     except Exception as error:  # no network, no such name, and many more
-        text = "no such folder or file here, and not on the hub, or no way to it; digits need none"
-        raise InputError(f"{name}: {text} ({' '.join(str(error).split())[:200]})") from None
+        text = f"there is no such folder or file; the hub: {' '.join(str(error).split())[:200]}"
+        raise InputError(f"{name}: {text}") from None
     warn([split for split in tables if split not in PART_NAMES], f"splits of {name} are not read")
     rows = []
     for split in [split for split in PART_NAMES if split in tables]:
@@ -1023,26 +1022,24 @@ def write_images(name, rows, shape, indist, only_test, folder):
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, array_shape)
     with open(folder / "images.npy", "r+") as file:  # mapped, a full disk would kill this process
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-    digests = np.zeros(len(rows), np.uint64)
     bad = []
 
     def read(i):
         try:
             images[i] = read_image(files[i], *shape)
-            digest = hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
-            digests[i] = int.from_bytes(digest, "little")
         except Exception as error:  # Pillow raises many kinds
             bad.append(f"{known[i]}: {' '.join(str(error).split())}")
+        return hashlib.blake2b(images[i].tobytes(), digest_size=8).digest()
 
     with ThreadPool() as pool:
-        done = pool.imap_unordered(read, range(len(rows)), chunksize=64)
-        list(tqdm(done, total=len(rows), desc="reading", disable=None, leave=False))
+        done = pool.imap(read, range(len(rows)), chunksize=64)
+        digests = list(tqdm(done, total=len(rows), desc="reading", disable=None, leave=False))
+    digests = np.frombuffer(b"".join(digests), np.uint64)
     if bad:
-        text = f"{name}: {len(bad)} images cannot be read:"
-        raise InputError("\n  ".join([text, *sorted(bad)[:20]]))
+        said = "\n  ".join(sorted(bad)[:20])
+        raise InputError(f"{name}: {len(bad)} images cannot be read:\n  {said}")
 
-    if indist is not None:
-        names = ["OOD images"] * len(rows)
+    names = names if indist is None else ["OOD images"] * len(rows)
     classes, labels = np.unique(names, return_inverse=True)
     classes = classes.astype(str).tolist()
     if indist is None and len(classes) < 2:

@@ -92,7 +92,7 @@ def load_data(module, args):
     def loss_of_images(batch):
         """A step of stage 2, without attacks."""
         networks = module.Networks(model, model, model, model)
-        return module.both_losses(args, networks, batch, 0)[0].sum()
+        return module.batch_losses(args, networks, batch, 0)[0].sum()
 
     if module.__name__ == "run_train_quantumgrav_ddp":
         data = module.CausalSets(module.read_once(module.prepare, args), args)

@@ -80,7 +80,7 @@ def rebm(script, args):
     def loss(models, batch):
         model, frozen = models
         networks = script.Networks(model, model, frozen, model)
-        sums, scores = script.both_losses(args, networks, batch, 2)
+        sums, scores = script.batch_losses(args, networks, batch, 2)
         script.auc(*scores)
         return sums.sum()
 

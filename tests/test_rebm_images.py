@@ -97,7 +97,12 @@ FOLDERS = {  # folders of images, what is odd, images of each part, what is said
     "longer names": (["training_set", "Valid-Set"], None, [22, 2, 24], ""),
     "three parts": ([*TWO, "validation"], None, [24, 24, 24], ""),
     "one part": ([""], None, [19, 1, 4], "1 of 2 classes .* nothing to validate on"),
-    "odd files": (TWO, odd_files, [24, 2, 24], "5 files .*__MACOSX.*1 images .* no class.*/a.png"),
+    "odd files": (
+        TWO,
+        odd_files,
+        [24, 2, 24],
+        "class owl has no.*5 files .*__MACOSX.*1 images .*/a.png",
+    ),
     "seg": (["seg_train", "seg_test"], seg, [22, 2, 24], ""),
     "a class called train": ([""], a_class_called_train, [19, 1, 4], "nothing to validate on"),
     "tiny imagenet": (
@@ -417,5 +422,5 @@ def test_hub(tmp_path, monkeypatch, caplog):
     tables["train"] = tables["train"].shuffle(seed=1)  # as many other images are other data
     assert script.Images(script.prepare(args, "some/pictures")).hash != data.hash
     monkeypatch.setattr(datasets, "load_dataset", lambda name: 1 / 0)
-    with pytest.raises(script.InputError, match="some/pictures: no such folder or file here"):
+    with pytest.raises(script.InputError, match="some/pictures: there is no such folder or file"):
         script.prepare(args, "some/pictures")

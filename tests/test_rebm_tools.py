@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -66,10 +67,11 @@ def test_a_network_generates(trained):
     assert np.array_equal(shown[11:19, 71:79], made[17, 0])
 
     given = {"checkpoint": checkpoint, "data": None, "outdist_data": None, "cache_dir": None}
-    args = SimpleNamespace(**given, images=None, to=None, num_samples=33, steps=4, batch_size=33)
+    args = SimpleNamespace(**given, images=None, to=None, num_samples=33, batch_size=33)
+    args.attack_steps = 4
     args.radius = math.inf
     network, state = generate.load_network(args, CPU)
-    _, noise = generate.load_images(args, state)
+    noise = generate.load_images(args, state)[1]["noise"]
     starts = noise.part(script.TEST)
     found = []
     for images in (noise.images[starts[:33]], made):
@@ -115,7 +117,7 @@ def test_weights_alone(trained, tmp_path):
     state = torch.load(trained / "out/best.pt")["ema_model"]
     torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "a.pth")
     common = [f"--cache_dir={tmp_path}/cache", "--radii=0.3", "--norm=Linf", "--device=cpu"]
-    common += [f"--data={trained}/digits.npz", "--images=40", "--score=softmax"]
+    common += [f"--data={trained}/digits.npz", "--images=40", "--score=softmax", "--ood_images=99"]
     found = []
     for path, more in {trained / "out/best.pt": [], "a.pth": ["--model_type=SmallNet"]}.items():
         out = tmp_path / f"{len(more)}.json"
@@ -124,12 +126,27 @@ def test_weights_alone(trained, tmp_path):
         del found[-1]["options"], found[-1]["adv_auroc noise"]  # its radius is of the training
     assert found[0] == found[1]
     said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", *common, status=2)
-    assert re.search("a.pth: expected best.pt, .*; or weights, --model_type and --data", said)
+    assert re.search("a.pth: it is .*; expected best.pt, .*; or weights, --model_type and", said)
     said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", "--norm=L2", status=2)
     assert "--norm L2: give --radii in this norm" in said
     words = [*common, "--model_type=WideResNet28x2", f"--out={tmp_path}/b.json"]
     said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", *words, status=2)
-    assert "a.pth: expected weights of this --model_type" in said
+    assert re.search(r"a.pth: \d+ weights do not fit.*; expected weights of this --model", said)
+
+
+def test_attacks_of_others_take_the_network(tmp_path):
+    """They call .view on gradients by images, which must not have channels last, then."""
+    with mock.patch.object(sys, "argv", ["script"]):
+        options = script.parse_args()
+    torch.manual_seed(0)
+    state = {"script": "run_train_rebm_ddp.py", "args": vars(options), "loop": {"step": 1, "T": 0}}
+    state["data"] = {"classes": ["a", "b"], "shape": [3, 20]}
+    state["model"] = script.make_network(options, 2, 3, 20).state_dict()
+    torch.save(state, tmp_path / "a.pt")
+    model, _ = generate.load_network(SimpleNamespace(checkpoint=tmp_path / "a.pt"), CPU)
+    x = torch.rand(4, 3, 20, 20, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    assert gradient.view(4, -1).norm(dim=1).min() > 0  # as torchattacks.PGDL2 has it
 
 
 def test_calibration_and_false_positives():
@@ -197,10 +214,10 @@ def test_other_images_than_those_of_the_run(trained, tmp_path):
     images = np.zeros((60, 8, 8), np.uint8) + np.arange(60, dtype=np.uint8)[:, None, None]
     np.savez(tmp_path / "two.npz", x_train=images, y_train=np.arange(60) % 2)
     call += [f"--out={tmp_path}/b.png", f"--data={tmp_path}/two.npz"]
-    assert "not the network's" in call_script(*call, status=2)
+    assert "expected the network's, 1, 0, 1, 2" in call_script(*call, status=2)
     torch.save({"script": "train_ddp.py"}, tmp_path / "other.pt")
     text = call_script("tools/evaluate_rebm", tmp_path / "other.pt", status=2)
-    assert "other.pt: expected best.pt, step_N.pt or latest.pt of run_train_rebm_ddp.py" in text
+    assert "other.pt: it is of train_ddp.py; expected best.pt, step_N.pt or latest.pt of" in text
     assert len(text.splitlines()) == 1
 
 

@@ -9,17 +9,16 @@ them from OOD images. (tools/generate_rebm.py lets it generate.)
 clean             accuracy
 cross_entropy     nats an image
 ece               expected calibration error, 15 bins (Guo et al. 2017)
-robust@R          accuracy that four attacks in the ball of radius R leave: they raise the logits of
-                  the four likeliest wrong classes over that of the right one, one each, in
-                  --attack_steps steps of a quarter of the radius
+robust@R          accuracy that four attacks in the ball of radius R leave, each of --attack_steps
+                  steps of R / 4 towards another one of the four likeliest wrong classes
 autoattack@R      the same under AutoAttack (Croce and Hein 2020), as robustness is published
-auroc KIND        area under the ROC curve of test images against OOD images, by --score: logsumexp
-                  f(x), which is minus the energy, or the highest probability (softmax)
+auroc KIND        area under the ROC curve of test images against OOD images, by --score: minus the
+                  energy, which is logsumexp f(x), or the highest probability (softmax)
 fpr95 KIND        share of the OOD images that are taken for real where 95 % of the real ones are
 adv_auroc KIND    as auroc, where an attack makes the OOD images look real; its ball is that of
                   training, with twice the radius
 
-In fp32 on one device, with the averaged weights. Writes all figures, and its options, to --out.
+In fp32, with the averaged weights. Prints each figure once it is known; writes all to --out.
 To classify images of your own, in Python: classify(checkpoint, paths).
 """
 
@@ -28,7 +27,6 @@ import json
 import math
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,15 +39,7 @@ from sklearn.metrics import roc_curve
 from tqdm import tqdm
 
 import run_train_rebm_ddp as script
-from run_train_rebm_ddp import (
-    COUNT,
-    TEST,
-    HelpFormatter,
-    InputError,
-    Parser,
-    cross_entropy,
-    label_logit,
-)
+from run_train_rebm_ddp import COUNT, TEST, HelpFormatter, InputError, Parser, label_logit
 
 TARGETS = 4  # wrong classes that attacks lead to
 OOD_RADIUS = 2  # radius of the attack on OOD images, by that of the attack on images to classify
@@ -75,30 +65,29 @@ def parse_args():
     add = parser.add_argument
     add("--out", type=Path, help="file to write, if not evaluation.json beside the checkpoint")
     add("--images", type=COUNT, default=10_000, help="test images at most")
-    text = "radii of robust accuracy, if not that of training"
-    add("--radii", type=script.number(1e-6, 1e6), nargs="+", help=text)
+    radius = script.number(1e-6, 1e6)
+    add("--radii", type=radius, nargs="+", help="of robust accuracy, if not that of training")
     add("--norm", choices=["L2", "Linf"], help="of --radii, if not that of training")
     add("--attack_steps", type=COUNT, default=20, help="steps of each attack")
     add("--autoattack", action="store_true", help="AutoAttack, too: takes long")
-    text = (
-        "more OOD images to detect: their test part, or all, if they have no parts; or blobs, ..."
-    )
-    add("--outside", nargs="+", default=[], help=text)
+    add("--outside", nargs="+", default=[], help="more OOD images to detect, such as blobs")
     add("--ood_images", type=COUNT, default=10_000, help="OOD images at most, of each kind")
     add("--score", default="energy", choices=["energy", "softmax"], help="of what is real")
     args = parser.parse_args()
     args.out = args.out or args.checkpoint.with_name("evaluation.json")
     if args.out.exists():
-        raise InputError(f"{args.out} exists: give another --out")
+        raise InputError(f"--out {args.out} exists: expected a new file")
+    if not os.access(args.out.parent, os.W_OK):
+        raise InputError(f"--out {args.out}: there is no such folder that can be written to")
     if args.norm and not args.radii:
         raise InputError(f"--norm {args.norm}: give --radii in this norm")
     return args
 
 
-def batches(source, most, device, args):
-    """(images (B, C, S, S), labels (B,)) of the test part, some at a time"""
+def batches(source, most, device, args, name):
+    """(images (B, C, S, S), labels (B,)) of the test part, some at a time. name: of the figure"""
     ids = source.some(TEST, most)
-    for first in tqdm(range(0, len(ids), args.batch_size), disable=None):
+    for first in tqdm(range(0, len(ids), args.batch_size), desc=name, disable=None, leave=False):
         own = ids[first : first + args.batch_size]
         x = script.pixels(torch.from_numpy(source.images[own]).to(device))
         yield x, torch.from_numpy(source.labels[own]).to(device)
@@ -182,44 +171,59 @@ def false_positive_rate(real, fake):
 
 
 def measure(model, options, indist, sources, device, args):
-    """({name: figure}, {name: what it is the mean of (n,)}, {kind: number of OOD images}) options:
-    of the run; sources: {kind: OOD images}"""
+    """({name: figure}, {name: its standard error}, {kind: number of images}). options: of the run;
+    sources: {kind: OOD images}"""
     attacks = {}
     for eps in args.radii if args.autoattack else []:
         attacks[eps] = make_autoattack(model, len(indist.classes), eps, args.norm)
-    outputs = []
-    right = defaultdict(list)
-    for x, labels in batches(indist, args.images, device, args):
-        outputs.append((model(x), labels))
-        for eps in args.radii:
-            alive = survivors(model, x, labels, args.attack_steps, eps, args.norm)
-            right[f"robust@{eps:g}"].append(alive)
-            if eps in attacks:
-                right[f"autoattack@{eps:g}"].append(autoattack(model, attacks[eps], x, labels))
-    logits, labels = map(torch.cat, zip(*outputs, strict=True))
-    values = {"clean": logits.argmax(1) == labels, "cross_entropy": cross_entropy(logits, labels)}
-    values.update({name: torch.cat(parts) for name, parts in right.items()})
-    found = {name: value.double().mean().item() for name, value in values.items()}
-    found["ece"] = calibration_error(logits, labels).item()
+    found = {}
+    errors = {}
+
+    def note(name, values):
+        """values: the figure (), or those of the images (n,), of which it is the mean"""
+        values = torch.as_tensor(values).double()
+        found[name] = values.mean().item()
+        text = f"{name:24} {found[name]:.4f}"
+        if values.ndim == 1:
+            errors[name] = values.std().item() / math.sqrt(len(values))
+            text += f" +- {errors[name]:.4f}"
+        print(text, flush=True)
 
     def score(logits, labels=None):
         return logits.logsumexp(1) if args.score == "energy" else logits.softmax(1).amax(1)
+
+    made = [(model(x), y) for x, y in batches(indist, args.images, device, args, "clean")]
+    logits, labels = map(torch.cat, zip(*made, strict=True))
+    note("clean", logits.argmax(1) == labels)
+    note("commonest class", labels.bincount().max() / len(labels))
+    note("cross_entropy", script.cross_entropy(logits, labels))
+    note("ece", calibration_error(logits, labels))
+    for eps in args.radii:
+        name = f"robust@{eps:g}"
+        made = batches(indist, args.images, device, args, name)
+        alive = [survivors(model, x, y, args.attack_steps, eps, args.norm) for x, y in made]
+        note(name, torch.cat(alive))
 
     counts = {}
     training_norm = options["indist_attack_clf_norm"]
     eps = OOD_RADIUS * options["indist_attack_clf_eps"]
     for kind, source in sources.items():
-        for name, steps in (("", 0), ("adv_", args.attack_steps)):
+        for name, steps in ((f"auroc {kind}", 0), (f"adv_auroc {kind}", args.attack_steps)):
             fake = []
-            for x, _ in batches(source, args.ood_images, device, args):
+            for x, _ in batches(source, args.ood_images, device, args, name):
                 z = script.attack(model, score, x, None, steps, eps / 4, eps, training_norm)
                 fake.append(score(model(z)))
             fake = torch.cat(fake)
-            counts[kind] = len(fake)
-            found[f"{name}auroc {kind}"] = script.auc(score(logits), fake).item()
+            note(name, script.auc(score(logits), fake))
             if steps == 0:
-                found[f"fpr95 {kind}"] = false_positive_rate(score(logits), fake)
-    return found, values, counts
+                note(f"fpr95 {kind}", false_positive_rate(score(logits), fake))
+        counts[kind] = len(fake)
+
+    for eps in attacks:
+        name = f"autoattack@{eps:g}"
+        made = batches(indist, args.images, device, args, name)
+        note(name, torch.cat([autoattack(model, attacks[eps], x, y) for x, y in made]))
+    return found, errors, {**counts, "test images": len(labels)}
 
 
 def main():
@@ -229,28 +233,13 @@ def main():
         model, state = load_network(args, device)
         args.radii = args.radii or [state["args"]["indist_attack_clf_eps"]]
         args.norm = args.norm or state["args"]["indist_attack_clf_norm"]
-        given = dict(vars(args))
-        indist, outdist = load_images(args, state)
-        sources = {args.outdist_data or state["args"]["outdist_data"]: outdist}
-        for name in args.outside:
-            args.outdist_data = name
-            _, sources[name] = load_images(args, state)
-        if not os.access(args.out.parent, os.W_OK):
-            raise InputError(f"{args.out.parent} cannot be written to: give another --out")
-        found, values, counts = measure(model, state["args"], indist, sources, device, args)
-        labels = indist.labels[indist.some(TEST, args.images)]
-        found["commonest class"] = np.bincount(labels).max() / len(labels)
-        counts["test images"] = len(labels)
-        deviations = {name: value.double().std().item() for name, value in values.items()}
-        errors = {name: value / math.sqrt(len(labels)) for name, value in deviations.items()}
-        content = {**found, "standard_errors": errors, "counts": counts, "options": given}
+        indist, sources = load_images(args, state, args.outside)
+        found, errors, counts = measure(model, state["args"], indist, sources, device, args)
+        content = {**found, "standard_errors": errors, "counts": counts, "options": vars(args)}
         args.out.write_text(json.dumps(content, indent=1, default=str))
     except (InputError, OSError) as error:
-        print(f"evaluate_rebm.py: {error}", file=sys.stderr)
+        print(f"evaluate_rebm.py: error: {error}", file=sys.stderr)
         sys.exit(2)
-    for name, value in found.items():
-        error = f" +- {errors[name]:.4f}" if name in errors else ""
-        print(f"{name:24} {value:.4f}{error}")
     print(f"{args.out}: of {', '.join(f'{count:,} {name}' for name, count in counts.items())}")
 
 

@@ -5,14 +5,13 @@
         --num_samples 50000 --folder samples
     python tools/generate_rebm.py best.pt --images my/*.png --to cat dog --radius 2
 
-OOD images of the test part, of the kind that the network was trained with, climb towards a class:
-the attack of training, with classes in turn, and most often a longer way (--steps times
---step_size) than the T steps of training went. Or --images do, within a ball: what would have to be
-different for the network to see another class (Augustin et al. 2020). In fp32, with the averaged
-weights.
+OOD images of the test part climb towards the classes in turn by the attack of training, most often
+a longer way (--attack_steps times --step_size). Or each of --images climbs towards all classes, one
+after the other, within a ball: what would have to be different for the network to see another class
+(Augustin et al. 2020)? In fp32, with the averaged weights.
 
 Writes a picture, a class in each column (ten classes and 20 rows at most), and with --folder each
-image as a PNG of its own, as programs read them that measure FID: `python -m pytorch_fid`.
+image as a PNG, numbered in this order, as `python -m pytorch_fid` reads them to measure FID.
 """
 
 import argparse
@@ -37,16 +36,12 @@ from run_train_rebm_ddp import COUNT, TEST, HelpFormatter, InputError, Parser, e
 def add_network_arguments(parser):
     """What all tools that load a network of a run take."""
     add = parser.add_argument
-    add("checkpoint", type=Path, help="best.pt, at_best.pt, step_N.pt, latest.pt; or weights alone")
-    add("--model_type", choices=script.MODELS, help="of weights alone, which need --data, too")
-    add(
-        "--data",
-        type=expanded,
-        help="images, if not the run's; if they have no parts, all are to test on",
-    )
+    add("checkpoint", type=Path, help="best.pt, step_N.pt or latest.pt of a run; or weights")
+    add("--model_type", choices=script.MODELS, help="of weights, which need --data, too")
+    add("--data", type=expanded, help="images, if not the run's; without parts all are the test")
     add("--outdist_data", type=expanded, help="OOD images, if not those of the run")
     add("--cache_dir", type=expanded, help="where what is read is kept, if not where the run did")
-    add("--batch_size", type=COUNT, default=256, help="images at a time")
+    add("--batch_size", type=COUNT, default=256, help="images per forward pass")
     add("--device", default="auto", choices=["auto", "cuda", "xpu", "cpu"], help="auto: the best")
 
 
@@ -57,17 +52,18 @@ def parse_args():
     add("--out", type=Path, default=Path("samples.png"), help="picture to write")
     add("--folder", type=Path, help="folder to write each image to, 000000.png, ...")
     add("--num_samples", type=COUNT, default=100, help="images to generate, if not of --images")
-    add("--images", nargs="+", type=Path, help="start from these, each towards each class")
+    add("--images", nargs="+", type=Path, help="start from these")
     add("--to", nargs="+", help="classes to climb towards, or any: up logsumexp f(x); else all")
-    add("--steps", type=COUNT, default=60, help="steps of the attack")
+    add("--attack_steps", "--steps", type=COUNT, default=60, help="steps of the attack")
     length = script.number(1e-6, 1e6)
     add("--step_size", type=length, help="of a step; else that of training, or radius / 10")
     add("--radius", type=length, default=math.inf, help="of the balls that they stay in, L2")
     args = parser.parse_args()
 
-    for path in (args.out, args.folder):
-        if path and path.exists():
-            raise InputError(f"{path} exists: remove it, or give another name")
+    if args.out.exists():
+        raise InputError(f"--out {args.out} exists: expected a new file")
+    if args.folder and args.folder.exists():
+        raise InputError(f"--folder {args.folder} exists: expected a new folder")
     if args.to and "any" in args.to and len(args.to) > 1:
         raise InputError("--to any: expected no class beside it")
     if args.out.suffix not in (".png", ".jpg", ".webp"):
@@ -76,20 +72,16 @@ def parse_args():
 
 
 def load_state(args):
-    """A checkpoint of a run. Of weights alone, such as others release: one with the defaults of the
-    script, and the classes and the shape of --data. Raises InputError."""
-    try:
-        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-        other = state.get("script")
-    except Exception as error:  # torch.load raises many kinds
-        raise InputError(f"{args.checkpoint}: {' '.join(str(error).split())[:200]}") from None
-    if other == "run_train_rebm_ddp.py":
+    """A checkpoint of a run. Of weights alone: the defaults of the script, and the classes and the
+    shape of --data. Raises InputError."""
+    state = script.load_file(args.checkpoint)
+    if state.get("script") == "run_train_rebm_ddp.py":
         state.setdefault("data", state["loop"])  # where earlier versions had it
         print(f"{args.checkpoint}: of step {state['loop']['step']}, T = {state['loop']['T']}")
         return state
-    if other or not (args.model_type and args.data):
-        text = "expected best.pt, step_N.pt or latest.pt of run_train_rebm_ddp.py"
-        raise InputError(f"{args.checkpoint}: {text}; or weights, --model_type and --data")
+    if "script" in state or not (args.model_type and args.data):
+        found = f"{args.checkpoint}: it is of {state.get('script', 'another program')}"
+        raise InputError(f"{found}; {script.EXPECTED}; or weights, --model_type and --data")
     words = [f"--model_type={args.model_type}", f"--data={args.data}"]
     with mock.patch.object(sys, "argv", [script.__file__, *words]):
         options = script.parse_args()
@@ -110,31 +102,31 @@ def load_network(args, device):
     return model.requires_grad_(False).eval().to(device), state
 
 
-def load_images(args, state):
-    """(images, OOD images) of the run, or those that are given: these are all to test on, if they
-    have no parts."""
+def load_images(args, state, outside=()):
+    """(images, {kind: OOD images}): those of the run, or given ones, without parts all to test."""
     options = argparse.Namespace(**state["args"])
     options.cache_dir = args.cache_dir or options.cache_dir
     channels, options.size = state["data"]["shape"]
     options.grey = channels == 1
-    indist = script.Images(
-        script.prepare(options, args.data or options.data, None, bool(args.data))
-    )
-    if [*indist.shape] != state["data"]["shape"] or indist.classes != state["data"]["classes"]:
-        text = f"{indist.shape} pixels, classes {', '.join(indist.classes)}"
-        raise InputError(f"{args.data}: these images have {text}: not the network's")
+    name = args.data or options.data
+    indist = script.Images(script.prepare(options, name, None, bool(args.data)))
+    classes = state["data"]["classes"]
+    if indist.shape[0] != channels or indist.classes != classes:
+        text = f"{indist.shape[0]} channels, classes {', '.join(indist.classes)}"
+        expected = f"{channels}, {', '.join(classes)}; y_train of an .npz may have these names"
+        raise InputError(f"{name}: {text}; expected the network's, {expected}")
     known = state["args"].get("data_hash")
     if known and indist.hash != known.split()[0]:
-        name = args.data or options.data
         print(f"warning: {name}: not the images of the run, which may have trained on some")
-    name = args.outdist_data or options.outdist_data
-    outdist = script.prepare(options, name, indist, bool(args.outdist_data))
-    return indist, script.Images(outdist)
+    sources = {}
+    for kind in [args.outdist_data or options.outdist_data, *outside]:
+        is_given = kind != options.outdist_data
+        sources[kind] = script.Images(script.prepare(options, kind, indist, is_given))
+    return indist, sources
 
 
-def choose_starts(args, state, outdist):
-    """(images (N, C, S, S) uint8 to start from, the class (N,) to climb to from each, number of
-    classes)"""
+def choose_starts(args, state, outdist=None):
+    """(images (N, C, S, S) uint8, the class (N,) that each is to climb to, number of classes)"""
     names = state["data"]["classes"]
     for name in args.to or []:
         if name not in [*names, "any"]:
@@ -157,17 +149,16 @@ def generate(model, starts, labels, args, step_size):
     that class then (N,)."""
     device = next(model.parameters()).device
 
-    def logsumexp(logits, labels):
-        return logits.logsumexp(1)
+    def gain(logits, labels):
+        return logits.logsumexp(1) if args.to == ["any"] else script.label_logit(logits, labels)
 
-    gain = logsumexp if args.to == ["any"] else script.label_logit
     made = []
     reached = []
     for first in tqdm(range(0, len(starts), args.batch_size), desc="generating", disable=None):
         own = slice(first, first + args.batch_size)
         x = script.pixels(torch.from_numpy(starts[own]).to(device))
         y = torch.from_numpy(labels[own]).to(device)
-        z = script.attack(model, gain, x, y, args.steps, step_size, args.radius)
+        z = script.attack(model, gain, x, y, args.attack_steps, step_size, args.radius)
         made.append((z * 255).round().byte().cpu())
         reached.append(model(z).argmax(1) == y)
     return torch.cat(made), torch.cat(reached)
@@ -192,8 +183,8 @@ def main():
         args = parse_args()
         device = script.choose_device(args, local_rank=0)
         model, state = load_network(args, device)
-        outdist = None if args.images else load_images(args, state)[1]
-        starts, labels, classes = choose_starts(args, state, outdist)
+        sources = {} if args.images else load_images(args, state)[1]
+        starts, labels, classes = choose_starts(args, state, *sources.values())
         usual = args.radius / 10 if args.radius < math.inf else state["args"]["attack_step_size"]
         images, reached = generate(model, starts, labels, args, args.step_size or usual)
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +194,7 @@ def main():
             for number, image in enumerate(images.permute(0, 2, 3, 1).expand(-1, -1, -1, 3)):
                 Image.fromarray(image.numpy()).save(args.folder / f"{number:06}.png")
     except (InputError, OSError, ValueError) as error:  # ValueError: a picture of 16 bits
-        print(f"generate_rebm.py: {error}", file=sys.stderr)
+        print(f"generate_rebm.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     print(f"{args.out}: {shown} of {len(images):,} images, {classes} classes")
     if args.to != ["any"]:
