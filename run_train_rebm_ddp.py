@@ -9,7 +9,6 @@ attack of T steps has made look real. T grows when the network tells them apart 
     python run_train_rebm_ddp.py configs/config_rebm_quickstart.yaml     # digits, no download
     torchrun --nproc_per_node=4 run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml
     python run_train_rebm_ddp.py --data photos --size 64                 # photos/train/CLASS/*.jpg
-    python run_train_rebm_ddp.py configs/config_rebm_cifar10.yaml attack.max_steps=100 use_ddp=False
 
 Data (--data, --outdist_data): a folder with train/CLASS/..., perhaps val/ and test/ (if only one,
 it is the test), or with the classes alone; an .npz of arrays of 0 to 255, x_train (N, S, S), (N, S,
@@ -660,8 +659,7 @@ def train(args, device, stage, data, networks, autocast, state, log, loop):
             val_metrics = evaluate(args, ema_model, indist, device)
             loss = val_metrics["cross_entropy"]
             if not math.isfinite(loss):
-                option = "--at_lr" if stage == "at" else "--lr"
-                raise RuntimeError(f"the validation cross_entropy is {loss}: a lower {option}?")
+                raise RuntimeError(f"the validation cross_entropy is {loss}: a lower --at_lr/--lr?")
             val_row = {"step": loop["step"], "phase": PHASES[stage], "epoch": epoch}
             log.write(val_row | {f"val/{stage}/{name}": x for name, x in val_metrics.items()})
             if stage == "dat":
@@ -779,8 +777,7 @@ def main(args):
 # --------------------------------------------------------------------------------------------------
 # Reading
 #
-# Files of the user, by rank 0. Each image has a row (file, class, part): what read_image opens;
-# None where there is no class; TRAIN, VALID or TEST.
+# An image has a row (file, class, part): what read_image opens; or None; TRAIN, VALID or TEST.
 
 SYNTHETIC = ["noise", "blobs"]  # OOD images that need no files
 PART_NAMES = {"train": TRAIN, "val": VALID, "valid": VALID, "validation": VALID, "test": TEST}

@@ -65,8 +65,7 @@ def parse_args():
     add = parser.add_argument
     add("--out", type=Path, help="file to write, if not evaluation.json beside the checkpoint")
     add("--images", type=COUNT, default=10_000, help="test images at most")
-    radius = script.number(1e-6, 1e6)
-    add("--radii", type=radius, nargs="+", help="of robust accuracy, if not that of training")
+    add("--radii", type=script.number(1e-6, 1e6), nargs="+", help="if not that of training")
     add("--norm", choices=["L2", "Linf"], help="of --radii, if not that of training")
     add("--attack_steps", type=COUNT, default=20, help="steps of each attack")
     add("--autoattack", action="store_true", help="AutoAttack, too: takes long")
@@ -171,8 +170,7 @@ def false_positive_rate(real, fake):
 
 
 def measure(model, options, indist, sources, device, args):
-    """({name: figure}, {name: its standard error}, {kind: number of images}). options: of the run;
-    sources: {kind: OOD images}"""
+    """({name: figure}, {name: its standard error}, {kind: count}). sources: {kind: OOD images}"""
     attacks = {}
     for eps in args.radii if args.autoattack else []:
         attacks[eps] = make_autoattack(model, len(indist.classes), eps, args.norm)
