@@ -150,10 +150,11 @@ def load_script(*options):
 
 
 def make_network(setting):
-    """That of the script, with random weights."""
+    """That of the script, with random weights, in its layout."""
     script = load_script(f"--model_type={setting.model}")
     torch.manual_seed(0)
-    return script.make_network(script.parse_args(), 10, setting.channels, setting.size)
+    model = script.make_network(script.parse_args(), 10, setting.channels, setting.size)
+    return model.to(memory_format=torch.channels_last) if setting.size >= 16 else model
 
 
 def train_ours(options):
