@@ -36,8 +36,8 @@ def command_of(work, side, out, steps, seed, seconds, settings):
         settings = {"steps": steps, "seed": seed, "end": time.time() + seconds, **settings}
         words = [__file__, "--works", work.__name__.removeprefix("minutes_")]
         return [*words, f"--out={out}", f"--port={json.dumps(settings)}"]
-    options = f"""{work.options(out, steps, seed, seconds)} --seed={seed} --output_dir={out}
-        --cache_dir={out}/cache --device=cpu --precision=fp32 --save_every=1000000"""
+    options = f"""--save_every=1000000 {work.options(out, steps, seed, seconds)} --seed={seed}
+        --output_dir={out} --cache_dir={out}/cache --device=cpu --precision=fp32"""
     return [sides.ROOT / work.SCRIPT, *options.split()]
 
 

