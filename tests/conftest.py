@@ -57,14 +57,15 @@ def causal_sets(tmp_path_factory):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, monkeypatch):
     """start(command, **environment): a Job."""
-    from helpers import Job, environment
+    from helpers import Job
 
+    monkeypatch.chdir(tmp_path)
     jobs = []
 
     def call(command, **variables):
-        jobs.append(Job(command, tmp_path / "job.txt", environment(**variables)))
+        jobs.append(Job(command, **variables))
         return jobs[-1]
 
     yield call

@@ -57,11 +57,13 @@ def rank_variables(count, **more):
 
 
 def run_program(argv, env, output):
-    """A forked process becomes `python argv`, and writes into the file `output`."""
+    """A forked process becomes `python argv`, or a command, and writes into the file `output`."""
     os.setsid()  # what it leaves behind is found by its session
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    if not argv[0].endswith(".py"):
+        os.execvpe(argv[0], argv, env)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.clear()
@@ -106,6 +108,23 @@ def refusal(text):
     return said.pop().partition(": error: ")[2]
 
 
+def check_refused(said, call, *args, **options):
+    """The call raises the InputError of a script, which says so."""
+    with pytest.raises(Exception, match=said) as caught:
+        call(*args, **options)
+    assert caught.typename == "InputError"
+
+
+def check_refusal(words, said):
+    """A tool and its words, in this folder: its last line says so, and nothing is written."""
+    name, *argv = words.split()
+    before = set(os.listdir())
+    *others, line = call_script(f"tools/{name}", *argv, status=2).splitlines()
+    assert re.match(f"{name}.py: error: .*{said}", line), line
+    assert not any(other.startswith((f"{name}.py: ", "Traceback")) for other in others), others
+    assert set(os.listdir()) == before
+
+
 def parse_arguments(script, *options):
     """What a script makes of its command line."""
     with mock.patch.object(sys, "argv", ["script", *options]):
@@ -130,78 +149,22 @@ def find_processes(is_ours):
     return found
 
 
-class Started:
-    """Processes with an output. Others add `text`, processes() and has_ended()."""
-
-    def wait_for(self, pattern, seconds=200.0):
-        """Until the output has the pattern."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.text):
-            if self.has_ended() or time.monotonic() > deadline:
-                pytest.fail(f"no {pattern!r}:\n{self.text[-3000:]}")
-            time.sleep(0.05)
-
-    def is_gone(self, seconds=5.0):
-        """Whether no process is left, now or within some seconds."""
-        deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return not self.processes()
-
-
-class Job(Started):
-    """A started command. Its processes inherit a mark, as torchrun gives each its own session."""
-
-    def __init__(self, command, output, env):
-        self.output = output
-        value = os.urandom(8).hex()
-        self.mark = f"LAUNCH_TEST_JOB={value}"
-        with open(output, "wb") as file:
-            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-            options.update(env={**env, "LAUNCH_TEST_JOB": value}, cwd=output.parent)
-            self.process = subprocess.Popen(command, **options)
-
-    def end(self):
-        """SIGKILL to its processes, until there is none."""
-        while self.processes():
-            for pid in self.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-        self.process.wait()
-
-    @property
-    def text(self):
-        return self.output.read_text(errors="replace")
-
-    def has_ended(self):
-        return self.process.poll() is not None
-
-    def wait(self, seconds=400.0):
-        """The exit status."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds} s:\n{self.text[-3000:]}")
-
-    def processes(self):
-        return find_processes(lambda session, variables: self.mark in variables)
-
-
-class Ranks(Started):
-    """The ranks of one job at a time. Their processes are found by their sessions."""
+class Ranks:
+    """The ranks of one job at a time, or a launcher."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
         self.ranks = []
 
     def start(self, variables, argv):
-        """`python argv`, for each dictionary of environment variables; wait() comes next."""
+        """The program or command, for each dictionary of environment variables; wait() is next."""
         self.ranks = []
         self.outputs = []
-        for own in variables:
-            output = Path(self.folder.name, os.urandom(8).hex())
-            arguments = (argv, environment(**own), str(output))
+        value = os.urandom(8).hex()
+        self.mark = f"LAUNCH_TEST_JOB={value}"
+        for number, own in enumerate(variables):
+            output = Path(self.folder.name, f"{value}-{number}")
+            arguments = (argv, environment(**own, LAUNCH_TEST_JOB=value), str(output))
             self.ranks.append(forkserver().Process(target=run_program, args=arguments))
             self.outputs.append(output)
         for rank in self.ranks:
@@ -211,6 +174,14 @@ class Ranks(Started):
     @property
     def text(self):
         return "".join(output.read_text() for output in self.outputs if output.exists())
+
+    def wait_for(self, pattern, seconds=200.0):
+        """Until the output has the pattern."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.text):
+            if self.has_ended() or time.monotonic() > deadline:
+                pytest.fail(f"no {pattern!r}:\n{self.text[-3000:]}")
+            time.sleep(0.05)
 
     def has_ended(self):
         return all(rank.exitcode is not None for rank in self.ranks)
@@ -233,11 +204,36 @@ class Ranks(Started):
         self.ended_at = time.monotonic()
         self.kill()
         assert not running, f"still running after {seconds} s:\n{self.text[-3000:]}"
-        assert self.is_gone()
+        deadline = time.monotonic() + 5
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not self.processes()
         return [rank.exitcode for rank in self.ranks]
 
     def processes(self):
-        return find_processes(lambda session, variables: session in self.pids)
+        """Ranks and their workers are found by their sessions. A launcher gives each rank its own:
+        but what is no fork begins with the mark in its environment."""
+        return find_processes(lambda session, env: session in self.pids or self.mark in env)
+
+
+class Job(Ranks):
+    """A started command."""
+
+    def __init__(self, command, **variables):
+        super().__init__()
+        self.start([variables], command)
+
+    def wait(self, seconds=400.0):
+        """The exit status."""
+        return super().wait(seconds)[0]
+
+    def end(self):
+        """SIGKILL to its processes, until there is none."""
+        while self.processes():
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -83,13 +83,7 @@ def tiny_run_train_rebm_ddp(folder, less=0):
         --n_imgs_per_evaluation_log=400 --num_workers=1""".split()
 
 
-TINY = {
-    "train_ddp": tiny_train_ddp,
-    "run_train_uniref50_ddp": tiny_run_train_uniref50_ddp,
-    "run_dpo_ddp": tiny_run_dpo_ddp,
-    "run_train_quantumgrav_ddp": tiny_run_train_quantumgrav_ddp,
-    "run_train_rebm_ddp": tiny_run_train_rebm_ddp,
-}
+TINY = {name: globals()[f"tiny_{name}"] for name in SCRIPTS}
 # Added where the number of processes is the same: each draws its own.
 DROPOUT = dict.fromkeys(["run_train_quantumgrav_ddp", "run_train_uniref50_ddp"], ["--dropout=0.1"])
 

@@ -1,4 +1,4 @@
-"""What every training script must do, on 1, 2 and 3 processes. It joins by an entry in TINY."""
+"""What every training script must do, on 1, 2 and 3 processes. It joins by its tiny_... in runs."""
 
 import argparse
 import importlib

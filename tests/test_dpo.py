@@ -1,18 +1,22 @@
 """run_dpo_ddp.py and its tools as a user calls them: how a run starts and ends, errors."""
 
 import collections
-import contextlib
 import json
 import math
 import re
 import shutil
-import sys
-from unittest import mock
 
 import pandas
 import pytest
 import torch
-from helpers import ROOT, call_script, import_tool, parse_arguments, run_here, write_structures
+from helpers import (
+    ROOT,
+    call_script,
+    check_refusal,
+    import_tool,
+    run_here,
+    write_structures,
+)
 from runs import Run, differences
 from test_dpo_model import RELEASED, official_network
 
@@ -50,33 +54,13 @@ def tool(name, *options, **more):
 @pytest.mark.parametrize(("kind", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
 def test_a_run_starts_at_the_known_loss(kind, expected, data, tmp_path):
     """Network and reference are one: ln 2, or 1 / (2 beta)^2 with IPO; all pairs are ties."""
-    rows = run(
-        data, tmp_path / "out", f"--loss_type={kind}", "--batch_size=2", "--global_batch_size=4"
-    )
+    options = [f"--loss_type={kind}", "--batch_size=2", "--global_batch_size=4"]
+    rows = run(data, tmp_path / "out", *options)
     assert torch.get_float32_matmul_precision() == "highest"
     assert rows[0]["val/loss"] == pytest.approx(expected, rel=1e-5)
     assert rows[0]["val/rewards/accuracies"] == 0.5
     assert [row["epoch"] for row in rows] == [0] * 6
     assert rows[1]["loss"] == pytest.approx(expected, rel=1e-5 if kind == "sigmoid" else 1e-4)
-
-
-def test_each_rank_validates_its_share(data, tmp_path, monkeypatch):
-    """Also where --batch_size is larger than what is held out."""
-    words = f"--train_data={data}/pairs.json --cache_dir={tmp_path} --batch_size=100"
-    args = parse_arguments(script, *words.split(), "--val_fraction=0.4")
-    pairs = script.Pairs(script.prepare(args, k=48), args)
-    pairs.split()
-    model = script.ProteinMPNN()
-    batch = mock.Mock(side_effect=pairs.make_batch)
-    monkeypatch.setattr(pairs, "make_batch", batch)
-    monkeypatch.setattr(script, "gather", lambda own: [own])
-    monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
-    for rank in range(2):
-        monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
-        rest = (pairs, contextlib.nullcontext, torch.device("cpu"))
-        script.evaluate(args, model, model, {}, *rest)
-    validated = [i for call in batch.call_args_list for i in call.args[0][:: args.eval_orders]]
-    assert sorted(validated) == pairs.valid_ids.tolist()
 
 
 def test_a_resumed_run_is_not_its_own_reference(data, trained, tmp_path):
@@ -131,66 +115,67 @@ def test_scores_are_those_of_the_run(data, trained, tmp_path):
     assert (pandas.read_csv(out)["rewards/margins"] == 0).all()
 
 
-def test_tools_refuse(data, trained, tmp_path, monkeypatch, capsys):
-    """In one line, and nothing is written. Once random weights were compared with random ones."""
-    best = trained / "best_model.pt"
-    pairs = data / "pairs.json"
-    helix = f"{data}/helix0.pdb"
-    state = torch.load(best, weights_only=True)
+@pytest.fixture(scope="module")
+def folder(data, trained):
+    """best.pt, other.pt of other pairs, and tables that are wrong; the data are there, too."""
+    state = torch.load(trained / "best_model.pt", weights_only=True)
+    torch.save(state, data / "best.pt")
     state["args"]["data_hash"] = "another"
     torch.save(state, data / "other.pt")
-    cases = {
-        "the pairs have changed since": ["score_dpo", data / "other.pt"],
-        "give the pairs, or": ["score_dpo", RELEASED, f"--reference={RELEASED}"],
-        "give --reference": ["score_dpo", RELEASED, pairs],
-        "other.pt exists: expected a new file": ["score_dpo", best, f"--out={data}/other.pt"],
-        "--out .*/new/x: there is no such folder": ["score_dpo", best, f"--out={data}/new/x"],
-        "gone.pt: there is no such file": ["score_dpo", best, pairs, "--reference=gone.pt"],
-        "--score ddg: expected sequences, as a .csv": ["score_dpo", best, pairs, "--score=ddg"],
-        "no.csv: there is no such file": ["score_dpo", best, "no.csv"],
-        "lost.pt: there is no such file": ["design_dpo", "lost.pt", helix],
-    }
-    designs = {
-        "--omit AB: expected letters of ACD": "--omit=AB",
-        "--omit ACD.*: expected letters of .*, not all": f"--omit={script.ALPHABET}",
-        "--bias B=1: expected such as K=0.5, with a letter of ACD": "--bias B=1",
-        "helix0.pdb: mutable residues A99 to .* such as A1": "--mutable_positions A99",
-        "helix0.pdb: range A6-7; expected such as A6-A17": "--mutable_ranges A6-7",
-        "range 5; expected such as A6-A17, or 5-16": "--mutable_ranges 5",
-        r"--tied A B; expected equally long design chains \(A of 22\)": "--tied A B",
-    }
-    for text, words in designs.items():
-        cases[text] = ["design_dpo", RELEASED, helix, *words.split()]
-    two = f"{RELEASED} {ROOT}/data/dpo/7CTH_HL.pdb.gz --design_chains H L --tied H L"
-    cases["7CTH.*H of 127, L of 109. with the same"] = ["design_dpo", *two.split()]
-    own = text_of(script.read_structure(helix, {})[0]["A"])
-    tables = {
-        "columns pdb_file, sequence; expected pdb_file, sequence, ddg, separated by commas": "",
-        "line 2: ddg is 'n/a'; expected a finite number": ",ddg\nhelix0.pdb,AC,n/a",
-        "line 2: sequence has 2 letters": ",ddg\nhelix0.pdb,AC,1",
-        r'line 2: .* is A; expected a list, such as \["A"\]': f",ddg,design_chains\n,{own},1,A",
-    }
-    for number, (text, content) in enumerate(tables.items()):
-        cases[text] = ["score_dpo", RELEASED, data / f"bad{number}.csv", "--score=ddg"]
-        cases[text][2].write_text(f"pdb_file,sequence{content}")
-    for text, (name, *words) in cases.items():
-        module = import_tool(name)
-        monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}/out", *map(str, words)])
-        with pytest.raises(SystemExit, match="2"):
-            module.call(module.run, module.parse_args)
-        assert re.fullmatch(f"{name}: error: .*{text}.*\n", capsys.readouterr().err)
-    assert not list(tmp_path.iterdir())
+    own = text_of(script.read_structure(f"{data}/helix0.pdb", {})[0]["A"])
+    tables = ["", ",ddg\nhelix0.pdb,AC,n/a", ",ddg\nhelix0.pdb,AC,1"]
+    tables += [f",ddg,design_chains\nhelix0.pdb,{own},1,A", f",ddg\nhelix0.pdb,{own},1"]
+    for number, text in enumerate(tables):
+        (data / f"{number}.csv").write_text(f"pdb_file,sequence{text}")
+    return data
+
+
+SCORE = "score_dpo --out=new"
+DESIGN = f"design_dpo --out=new {RELEASED}"
+PAIRS = "make_dpo_pairs --out=new"
+TWO = f"{ROOT}/data/dpo/7CTH_HL.pdb.gz"
+WRONG = {  # a tool and its words; what is said. Once random weights were compared with random ones
+    f"{SCORE} other.pt": "the pairs have changed since",
+    f"{SCORE} {RELEASED} --reference={RELEASED}": "give the pairs, or",
+    f"{SCORE} {RELEASED} pairs.json": "give --reference",
+    f"{SCORE} best.pt --out=other.pt": "other.pt exists: expected a new file",
+    "score_dpo --out=new/x best.pt": "--out new/x: there is no such folder",
+    f"{SCORE} best.pt pairs.json --reference=gone.pt": "gone.pt: there is no such file",
+    f"{SCORE} best.pt pairs.json --score=ddg": "--score ddg: expected sequences, as a .csv",
+    f"{SCORE} {RELEASED} 0.csv --score=ddg": "sequence; expected pdb_file, sequence, ddg",
+    f"{SCORE} {RELEASED} 1.csv --score=ddg": "line 2: ddg is 'n/a'; expected a finite number",
+    f"{SCORE} {RELEASED} 2.csv --score=ddg": "line 2: sequence has 2 letters",
+    f"{SCORE} {RELEASED} 3.csv --score=ddg": r'line 2: .* is A; expected a list, such as \["A"\]',
+    "design_dpo --out=new lost.pt helix0.pdb": "lost.pt: there is no such file",
+    f"{DESIGN} helix0.pdb --omit=AB": "--omit AB: expected letters of ACD",
+    f"{DESIGN} helix0.pdb --omit={script.ALPHABET}": "expected letters of .*, not all",
+    f"{DESIGN} helix0.pdb --bias B=1": "--bias B=1: expected such as K=0.5, with a letter of ACD",
+    f"{DESIGN} helix0.pdb --mutable_positions A99": "helix0.pdb: mutable residues A99 to .* as A1",
+    f"{DESIGN} helix0.pdb --mutable_ranges A6-7": "helix0.pdb: range A6-7; expected such as A6-A17",
+    f"{DESIGN} helix0.pdb --mutable_ranges 5": "range 5; expected such as A6-A17, or 5-16",
+    f"{DESIGN} helix0.pdb --tied A B": r"--tied A B; expected equally long design chains \(A of 22",
+    f"{DESIGN} {TWO} --design_chains H L --tied H L": "7CTH.*H of 127, L of 109. with the",
+    f"{PAIRS} 2.csv --score=charge": "line 2: sequence has 2 letters; expected",
+    f"{PAIRS} 0.csv --score=ddg": "sequence; expected pdb_file, sequence, ddg",
+    f"{PAIRS} 1.csv --score=ddg": "line 2: ddg is 'n/a'; expected a finite number",
+    f"{PAIRS} 4.csv --score=ddg": "no pairs: of 1 sequences no two on a backbone have scores that",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_tools_refuse(words, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    check_refusal(words, WRONG[words])
 
 
 def test_from_designs_to_pairs(trained, tmp_path):
     """FASTA with the structure's own sequence first, '/' between chains in the order asked for."""
-    path = f"{ROOT}/data/dpo/7CTH_HL.pdb.gz"
-    chains, _ = script.read_structure(path, collections.defaultdict(list))
+    chains, _ = script.read_structure(TWO, collections.defaultdict(list))
     first = len(chains["L"].letters)
     out = tmp_path / "designs.fasta"
     options = ["--design_chains", "L", "H", "--mutable_ranges", f"{first + 4}-{first + 11}"]
     options += ["--num_samples=4", "--temperature=2", "--out", out]
-    said = tool("design_dpo", trained / "best_model.pt", path, *options)
+    said = tool("design_dpo", trained / "best_model.pt", TWO, *options)
     for who in ("network", "reference"):
         text = r" +recovery [\d.]+, charge_per_100 [-\d.]+, perplexity [\d.]+, "
         assert re.search(rf"^{who}{text}perplexity_reference [\d.]+$", said, re.MULTILINE)
@@ -231,7 +216,7 @@ def test_a_second_round(trained, tmp_path, monkeypatch):
     commands = guide.split("# a second round, after the quickstart\n")[1].split("```")[0]
     commands = commands.replace("outputs/dpo_quickstart", str(trained))
     draw, make_pairs, train = [command.split() for command in commands.splitlines()]
-    draw += ["--num_samples=12"]
+    draw += ["--num_samples=8"]
     train += ["--num_epochs=1", "--eval_orders=1"]
     for _, name, *words in (draw, make_pairs, train):
         call_script(name.removesuffix(".py"), *words)
@@ -291,16 +276,3 @@ def test_pairs_of_scored_sequences(data, tmp_path):
             assert not pair.keys() & {"weight", "margin"}
             found += [texts.index(pair[name]) for name in ("preferred_seq", "unpreferred_seq")]
         assert found == expected
-
-    alone = tmp_path / "alone.csv"
-    alone.write_text("\n".join(lines[:2]))
-    table.write_text("\n".join(lines).replace("0.8", "n/a", 1).replace(texts[0], "W"))
-    refusals = {
-        f"{table} --score=charge": "line 2: sequence has 1 letters; expected",
-        f"{table} --score=ddg": "expected pdb_file, sequence, ddg, separated",
-        f"{table} --score=score": "line 3: score is 'n/a'; expected a finite number",
-        f"{alone}": "no pairs: of 1 sequences no two on a backbone have scores that differ",
-    }
-    for words, text in refusals.items():
-        assert text in tool("make_dpo_pairs", *words.split(), f"--out={tmp_path}/out", status=2)
-    assert not (tmp_path / "out").exists()

@@ -1,7 +1,8 @@
 """What every script does around its steps, by the lines that all have: shown with one script, in
-short processes or none. (Of whole runs: test_contract.py, test_faults.py.)"""
+short processes or none, or with each. (Of whole runs: test_contract.py, test_faults.py.)"""
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -16,13 +17,55 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, call_script, environment, parse_arguments, refusal
+from helpers import ROOT, call_script, check_refused, environment, parse_arguments, refusal
 from matplotlib.figure import Figure
-from runs import SCRIPTS, Task
+from runs import COMMON, SCRIPTS, TINY, Run, Task
 
 import run_train_quantumgrav_ddp as script
 
 FAST = script.__name__
+
+# ---- A script alone ------------------------------------------------------------------------------
+
+FEWER_STEPS = {  # run_dpo_ddp.py begins with weights that the user has
+    "train_ddp": "--max_steps=3",
+    "run_train_uniref50_ddp": "--n_iters=3",
+    "run_dpo_ddp": f"""--num_epochs=1 --base_model_name=v_48_020
+        --base_model_dir={ROOT}/data/dpo/soluble_model_weights""",
+    "run_train_quantumgrav_ddp": "--num_epochs=1",
+    "run_train_rebm_ddp": "--total_epochs=1",
+}
+
+
+def files_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_alone(name, tmp_path):
+    """Copied alone into an empty folder it reads the user's data there once, and trains."""
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    options = [*COMMON, *TINY[name](tmp_path), *FEWER_STEPS[name].split(), "--batch_size=0"]
+    before = set(tmp_path.iterdir())
+    call_script(tmp_path / name, *options, "--prepare_only")
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "cache"}
+    read = files_of(tmp_path / "cache")
+    assert read
+
+    command = [sys.executable, f"{name}.py", *options, "--output_dir=run"]
+    env = environment(PYTHONPATH="", HF_HUB_OFFLINE=1)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "completed successfully!" in done.stdout
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "cache", tmp_path / "run"}
+    assert read.items() <= files_of(tmp_path / "cache").items(), "read once more"
+    run = Run(tmp_path / "run")
+    assert run.summary["status"] == "finished"
+    assert np.isfinite(run.losses).all()
+    most = importlib.import_module(name).BATCH_SIZE
+    size = re.search(r"Total batch size: .* \((\S+) per GPU", done.stdout)[1]
+    assert float(size) == 24 / -(-24 // most)
+
 
 # ---- Options -------------------------------------------------------------------------------------
 
@@ -60,8 +103,7 @@ def test_config(tmp_path, monkeypatch, text):
         sys.argv.append("--lr=5")
         assert script.parse_with_config(parser).lr == "5"
     else:
-        with pytest.raises(script.InputError, match=f"--config {config}: .*{expected}"):
-            script.parse_with_config(parser)
+        check_refused(f"--config {config}: .*{expected}", script.parse_with_config, parser)
 
 
 def test_home_folder_and_variables(tmp_path, monkeypatch):
@@ -180,8 +222,7 @@ def test_a_run_without_its_checkpoint(folder):
     (folder / "latest.pt").rename(folder / "best.pt")
     assert find(folder) is None  # killed before its first save
     (folder / "summary.json").touch()
-    with pytest.raises(script.InputError, match="--fresh moves it aside"):
-        find(folder)
+    check_refused("--fresh moves it aside", find, folder)
     assert find(folder, fresh=True) is None
     (old,) = folder.parent.glob("run.old-*")
     assert (old / "best.pt").exists()
@@ -292,9 +333,7 @@ def test_runs_that_share_a_cache(tmp_path):
 
 def test_a_cache_that_another_machine_does_not_see_or_may_not_read(tmp_path, monkeypatch, group):
     monkeypatch.setattr(script, "on_rank0", lambda *args, group: tmp_path / "data")
-    with pytest.raises(script.InputError, match="all ranks must see --cache_dir"):
-        script.read_once(None, None)
+    check_refused("all ranks must see --cache_dir", script.read_once, None, None)
     (tmp_path / "data").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(script.InputError, match="data cannot be read here"):
-        script.read_once(None, None)
+    check_refused("data cannot be read here", script.read_once, None, None)

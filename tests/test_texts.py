@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers import parse_arguments
+from helpers import check_refused, parse_arguments
 
 import train_ddp as script
 
@@ -177,8 +177,7 @@ def test_ms_marco(tmp_path, monkeypatch):
 
     no_hub = mock.Mock(side_effect=ConnectionError("no route"))
     monkeypatch.setattr("datasets.load_dataset", no_hub)
-    with pytest.raises(script.InputError, match="ms_marco cannot.*no route.*download: pydocs"):
-        read(tmp_path / "a", *options)
+    check_refused("ms_marco cannot.*no route.*download: pydocs", read, tmp_path / "a", *options)
 
 
 REFUSED = {  # file: its content, and a part of what is said of it

@@ -1,182 +1,54 @@
-"""How run_train_uniref50_ddp.py reads a file; tools/sample_uniref50.py: the law of its samples."""
+"""sample_uniref50.py, score_uniref50.py and esm_uniref50.py of tools/: known laws, and users."""
 
 import argparse
-import bz2
 import contextlib
-import gzip
 import hashlib
-import io
 import itertools
-import lzma
 import math
-import random
+import os
 import re
-import textwrap
+import shutil
+from argparse import Namespace
 
 import numpy as np
+import pandas
 import pytest
 import torch
-from helpers import call_script, import_tool, parse_arguments
-from runs import Task
+from helpers import call_script, check_refusal, check_refused, import_tool, run_here
+from runs import Run, Task
 from scipy.special import softmax
 from scipy.stats import chisquare, entropy
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, EsmConfig, EsmForMaskedLM
 
 import run_train_uniref50_ddp as script
+from run_train_uniref50_ddp import MASK
 
+esm = import_tool("esm_uniref50")
 sampler = import_tool("sample_uniref50")
+scorer = import_tool("score_uniref50")
 
-LETTERS = "ACDEFGHIKLMNPQRSTVWYXBUZOJ"
-BEGIN, END, MASK = 26, 27, 28
-RATIO = 0.2
-
-
-# ---- Reading -------------------------------------------------------------------------------------
+LETTERS = script.RESIDUES
 
 
-def some_sequences(count, seed=0):
-    """The first has all letters; X B U Z O J are as rare as they are in proteins."""
-    draw = random.Random(seed)
-    found = ["".join(draw.choices(LETTERS[:20], k=draw.randint(1, 150))) for _ in range(count)]
-    return [LETTERS, *found[1:]]
+@pytest.fixture(scope="module")
+def task(tmp_path_factory, server):
+    """Whose folder has proteins.fasta and run/, a tiny run on them; x, the first 8 of
+    them; y.csv, a bad one and 7 more ahead of these. The network knows 46 residues; protein_4 and
+    protein_5 have more."""
+    folder = tmp_path_factory.mktemp("tools")
+    task = Task("run_train_uniref50_ddp", folder, server, "--sampling_method=simple")
+    task.run(folder / "run", "--n_iters=20", "--num_workers=0", ranks=1)
+    lines = (folder / "proteins.fasta").read_text().splitlines(keepends=True)
+    (folder / "x").write_text("".join(lines[:16]))
+    records = "".join(lines[16:30] + lines[:16]).split(">")[1:]
+    rows = [record.replace("\n", ",", 1) for record in records]
+    (folder / "y.csv").write_text("id,sequence\nodd,A-C\n" + "".join(rows))
+    return task
 
 
-def fasta(sequences, width=60):
-    records = [f"n=3 >x\n{textwrap.fill(sequence, width)}\n" for sequence in sequences]
-    return "".join(f">UniRef50_{number} {record}" for number, record in enumerate(records))
-
-
-def is_valid(sequence):
-    digest = hashlib.blake2b(sequence.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64 < RATIO
-
-
-def prepare(source, *options):
-    """(sequences, counts of residues) of a file, read without the script's code"""
-    words = [f"--datafile={source}", f"--val_ratio={RATIO}", f"--cache_dir={source}.cache"]
-    args = parse_arguments(script, *words, *options)
-    folder = script.prepare(args)
-    script.Proteins(folder, args)  # says what is left out
-    tokens = (folder / "tokens").read_bytes()
-    arrays = np.load(folder / "arrays.npz")
-    offsets = arrays["offsets"].tolist()
-    assert offsets[0] == 0 and offsets[-1] == len(tokens)
-    rows = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
-    assert all(row[0] == BEGIN and row[-1] == END for row in rows)
-    sequences = ["".join(LETTERS[token] for token in row[1:-1]) for row in rows]
-    assert arrays["parts"].tolist() == [int(is_valid(s)) for s in sequences]
-    return sequences, arrays["residue_counts"]
-
-
-def saved(content):
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
-
-
-SEQUENCES = some_sequences(150)
-PLAIN = fasta(SEQUENCES).encode()
-STOPS = re.sub(r"\n(?=>|\Z)", "*\n", fasta(SEQUENCES, 7).lower())  # at the end of each sequence
-WINDOWS = ("\ufeff\n\n" + STOPS).replace("\n", "\r\n \r\n").encode()
-NAMES = itertools.cycle(["protein_seq", "sequence", "text"])
-FORMS = {  # the same sequences: {name of the file: its bytes}
-    "plain": PLAIN,
-    "windows.fasta": WINDOWS.replace(b"n=3", b"\xe4 \x85 \x1c"),
-    "two_parts": gzip.compress(PLAIN[:99]) + gzip.compress(PLAIN[99:]) + bytes(100),
-    "fasta.bz2": bz2.compress(PLAIN),
-    "fasta": lzma.compress(PLAIN),
-    "aligned.a3m.gz": gzip.compress(re.sub(rb"(?<=\n)([A-Z])", rb"-.\1", PLAIN)),
-    "aligned.a2m": re.sub(rb"(?<=\n)([A-Z])", rb"..\1-", PLAIN),
-    "table.csv": b"id,sequence,x\n" + b"".join(b"a,%s,1\n" % s.encode() for s in SEQUENCES),
-    "rows.jsonl": b"".join(b'{"text": "%s"}\n' % s.lower().encode() for s in SEQUENCES),
-    "lines.txt": "*\r\n\r\n".join(SEQUENCES).encode(),
-    "texts.pt": saved({"data": SEQUENCES}),
-    "sequences.pt": saved({"sequences": [{next(NAMES): s[:9] + "\n" + s[9:]} for s in SEQUENCES]}),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_every_form(tmp_path, name):
-    """No letter is deleted (the original's tokenizer dropped X B U Z O J)."""
-    (tmp_path / name).write_bytes(FORMS[name])
-    found, counts = prepare(tmp_path / name)
-    assert found == SEQUENCES
-    for part in (0, 1):
-        text = "".join(s for s in SEQUENCES if is_valid(s) == part)
-        assert counts[part].tolist() == [text.count(letter) for letter in LETTERS]
-    assert not [*tmp_path.glob("*.cache/unfinished-*")]
-
-
-def test_bad_records_are_listed_with_their_lines(tmp_path, caplog):
-    damage = {  # a bad record, and what is said
-        ">a\nMKV\nM-K.\nAAA\n": "'-.' among the residues",
-        ">empty\n": "no residues",
-        ">b\nMK*\nMKV\n": "'*' among the residues",
-        ">umlaut\nMKV\nMKä\n": "'ä' among the residues",
-        ">twice\nMKV>d\n": "'>' among the residues",
-    }
-    good = some_sequences(60, seed=2)
-    text = "\n \n"
-    problems = []
-    for record, what in [*damage.items()] * 5:
-        problems.append(f"x: line {text.count(chr(10)) + 1} {record.split()[0]}: {what}")
-        text += record
-    (tmp_path / "x").write_text(text + fasta(good))
-    with pytest.raises(script.InputError) as caught:
-        prepare(tmp_path / "x")
-    lines = "\n  ".join(problems[:20])
-    assert re.match(r"25 bad records \(expected FASTA.*\), such as:\n  ", str(caught.value))
-    assert str(caught.value).endswith(lines)
-    assert prepare(tmp_path / "x", "--skip_bad_data")[0] == good
-    assert f"25 bad records are left out, such as:\n  {lines}" in caplog.text
-
-
-def test_bad_entries_of_lists_and_lines(tmp_path, caplog):
-    """Also what pandas puts where a text is missing, whose letters would pass as residues."""
-    good = some_sequences(60, seed=3)
-    bad = ["", 5, None, math.nan, {"protein_seq": None}, {"name": "MKV"}]
-    torch.save([*bad, "MK-V", *good], tmp_path / "x.pt")
-    assert prepare(tmp_path / "x.pt", "--skip_bad_data")[0] == good
-    for number in range(6):
-        assert f"\n  x.pt: entry {number}: no residues" in caplog.text
-    assert "\n  x.pt: entry 6: '-' among the residues" in caplog.text
-    (tmp_path / "x").write_text("\n".join(["ALBU\tMKV", *good]))
-    assert prepare(tmp_path / "x", "--skip_bad_data")[0] == good
-    assert "\n  x: line 1: '\\t' among the residues" in caplog.text
-
-
-def test_nucleic_acids_among_proteins_are_left_out(tmp_path, caplog):
-    """Peptides of few kinds of residues are not: they are short, or have another letter."""
-    good = [*some_sequences(60, seed=3), 20 * "G", 20 * "AG" + "S"]
-    (tmp_path / "x").write_text(">rna\n" + 7 * "acU" + "\n" + fasta(good) + ">n\n" + 21 * "N")
-    assert prepare(tmp_path / "x")[0] == good
-    said = "2 records of A C G T U N alone are left out as DNA or RNA, such as x: line 1 >rna"
-    assert said in caplog.text
-
-
-WORDS_OF_TEXT = "some of our own words would be read as residues because each letter is one "
-HOSTILE = {  # name: bytes, and a part of what is said
-    "dna.fasta": (b">c\nACCATGTAGATTACAGATCATG\n" * 50, "expected proteins; 0% .* 50 records DNA"),
-    "words.txt": (WORDS_OF_TEXT.replace(" ", "\n").encode(), "[12].% of the letters are X B"),
-    "banner.fasta": (b"; release 2024_01\n>a\nMKV\n", "line 2: found >; expected it from line 1"),
-    "utf16.txt": (fasta(SEQUENCES).encode("utf-16"), "0 to train on, 0 held out"),
-    "damaged.parquet": (b"PAR1", "cannot be read: "),
-    "headless.csv": (b"a,MKV\nb,MKK\n", "found the columns a, MKV; expected protein_seq"),
-    "equal.fasta": (b">a\nMKV\n" * 9, "9 to train on, 0 held out, 0 to test, 0 in two"),
-    "cut.fasta.gz": (gzip.compress(PLAIN)[:999], "cannot be read: "),
-    "pickle.pt": (b"cos\nsystem\n(S'true'\ntR.", "cannot be read: "),
-    "weights.pt": (saved({"model": torch.zeros(3)}), "expected a list, or a dict"),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files(tmp_path, name):
-    """One line, and nothing is kept of them. Only bad records can be left out."""
-    data, what = HOSTILE[name]
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(script.InputError, match=what) as caught:
-        prepare(tmp_path / name, "--skip_bad_data")
-    assert "\n" not in str(caught.value)
-    assert not [*tmp_path.glob("*.cache/*")]
+@pytest.fixture(scope="module")
+def trained(task):
+    return task.folder
 
 
 # ---- Sampling: the predictor is an oracle, so the law of the samples must be the oracle's --------
@@ -264,18 +136,6 @@ def test_only_possible_residues_are_drawn(all_letters):
     assert logp.dtype == torch.float64  # rare ones are drawn, too
 
 
-# ---- The tool ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, server):
-    """A folder with proteins.fasta and run/, a tiny run on them."""
-    folder = tmp_path_factory.mktemp("sample")
-    task = Task("run_train_uniref50_ddp", folder, server, "--sampling_method=simple")
-    task.run(folder / "run", "--n_iters=20", "--num_workers=0", ranks=1)
-    return folder
-
-
 def sample(trained, out, options):
     """([(header, sequence)] of the file that the tool writes, what it says)"""
     words = f"{trained}/run/best.pt --device=cpu --out={out} {options}"
@@ -318,8 +178,7 @@ def test_lengths_of_samples_and_of_gaps(tmp_path):
     templates, _ = sampler.make_templates(args, 46, {3: 10, 7: 20, 46: 70})
     found = np.bincount([len(template) - 2 for template in templates])
     assert chisquare(found[[3, 7, 46]], [400, 800, 2800]).pvalue > 1e-4
-    with pytest.raises(script.InputError, match="longer than 46 residues: give --length"):
-        sampler.make_templates(args, 46, {})
+    check_refused("longer than 46 residues: give --length", sampler.make_templates, args, 46, {})
 
     args.infill = tmp_path / "x"
     args.infill.write_text("k?{2-6}C?{3}x?{1-4}D?*\n")
@@ -334,8 +193,7 @@ def test_lengths_of_samples_and_of_gaps(tmp_path):
     reasons.update({"*?J-": r"'\*-' among the residues", "KV": "no `[?]`"})
     for gap, reason in reasons.items():
         args.infill.write_text(f">a\n?{{1-18}}\n>b c\nM{gap}K\n")
-        with pytest.raises(script.InputError, match=f"x: line 3 >b: .*{reason}"):
-            sampler.make_templates(args, 18, {})
+        check_refused(f"x: line 3 >b: .*{reason}", sampler.make_templates, args, 18, {})
 
 
 def test_filling_in(trained, tmp_path):
@@ -345,28 +203,6 @@ def test_filling_in(trained, tmp_path):
     found = [f"{header.split()[0]} {body}" for header, body in records]
     expected = [f"{name}/1 ACD...FGHI", f"{name}/2 ACD...FGHI", "n/1 K..", "n/2 K.."]
     assert all(map(re.fullmatch, expected, found)) and len(found) == 4
-
-
-def test_wrong_uses_of_the_sampler(trained, tmp_path):
-    (tmp_path / "full.fasta").write_text(">a\nMKV\n")
-    best = f"{trained}/run/best.pt"
-    state = torch.load(best)
-    state["args"]["valid_file"] = "own.fasta"
-    torch.save(state, tmp_path / "own.pt")
-    cases = {
-        f"{best} --infill={tmp_path}/full.fasta --length=5": "not allowed with argument",
-        f"{best} --length=47": "knows at most 46 residues",
-        f"{best} --compare={tmp_path}/full.fasta": "expected proteins, and some that are held out",
-        f"{tmp_path}/own.pt --compare={tmp_path}/full.fasta": "run's own.fasta as the second file",
-        f"{best} --out=/no/such/folder/x": "there is no such folder",
-        f"{best} --out={tmp_path}/full.fasta": "full.fasta exists: expected a new file",
-        f"{tmp_path}/full.fasta": "expected best.pt, step_N.pt or latest.pt of",
-    }
-    for words, reason in cases.items():
-        argv = f"--device=cpu --out={tmp_path}/x {words}".split()
-        *_, last = call_script("tools/sample_uniref50", *argv, status=2).splitlines()
-        assert last.startswith("sample_uniref50.py: error: ") and reason in last
-    assert not (tmp_path / "x").exists()
 
 
 def test_metrics_by_hand():
@@ -391,3 +227,298 @@ def test_metrics_by_hand():
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     copies = sampler.compare(train + train, train, held_out, 0)
     assert copies["nearest, training"] == 1 and copies["3mer_js"] == pytest.approx(0)
+
+
+# ---- Scores: networks with a known law have known scores -----------------------------------------
+
+ALPHA = np.random.default_rng(0).gamma(1.0, size=26)  # what the urn of `urn_law` holds at first
+ARGS = dict(seed=0, draws=8, mask_rate=None, orders=None, batch_size=7, device="cpu")
+
+
+def encode(text):
+    return np.array([26, *map(LETTERS.index, text), 27], np.uint8)
+
+
+PROTEINS = {"a": encode("ACDEFGH"), "b": encode("KLMNPQRSTVWY"), "c": encode("AAWYAABJJA")}
+
+
+def urn_law(noisy):
+    """(tokens, 26): the law of each residue, given those that are seen: residue i minus i comes out
+    of an urn, into which two of its kind go back. It is exact for residues in any order."""
+    seen = np.flatnonzero(noisy < 26)
+    urn = ALPHA + np.bincount((noisy[seen] - seen) % 26, minlength=26)
+    return urn[(np.arange(26) - np.arange(len(noisy))[:, None]) % 26] / urn.sum()
+
+
+def network(batch):
+    assert len(batch.lengths) <= ARGS["batch_size"]
+    sequences = batch.noisy.long().split(batch.lengths.tolist())
+    return torch.cat([torch.from_numpy(urn_law(noisy.numpy())).log() for noisy in sequences])
+
+
+def score(tokens, **options):
+    return scorer.score(Namespace(**{**ARGS, **options}), network, tokens)
+
+
+@pytest.mark.parametrize("tokens", PROTEINS.values(), ids=PROTEINS)
+def test_exact_law(tokens):
+    """In any order the chain rule gives -log p; the bound does on average, and value by value it is
+    the loss that training minimizes. --mask_rate: the loss at this rate."""
+    nats = 0.0
+    for i in range(1, len(tokens) - 1):
+        noisy = np.where(np.arange(len(tokens)) < i, tokens.astype(int), script.MASK)
+        nats -= np.log(urn_law(noisy)[i, tokens[i]]) / (len(tokens) - 2)
+    assert score(tokens, orders=5) == pytest.approx(np.full(5, nats), rel=1e-12)
+    bound = score(tokens, draws=600)
+    assert abs(bound.mean() - nats) < 4 * bound.std() / 600**0.5 < 0.4
+
+    for mask_rate in (None, 0.3):
+        values = score(tokens, mask_rate=mask_rate)
+        generator = np.random.default_rng([0, len(tokens)])
+        for value, rate in zip(values, script.draw_mask_rates(8, generator), strict=True):
+            batch = script.make_batch([tokens], [mask_rate or rate], [generator], len(tokens) - 2)
+            assert value == pytest.approx(script.batch_loss(network(batch), batch).item())
+
+
+def test_masked_marginals(tmp_path):
+    """In closed form, each position masked once; other columns stay as they are."""
+    rows = {"007,b,L2W": 0.0, "1e3,b,L2C:Y12A": 0.0, "NA,a,A1C": 0.0, ",a,A1G": 0.0}
+    for row in rows:
+        _, name, mutant = row.split(",")
+        for change in mutant.split(":"):
+            noisy = PROTEINS[name].astype(int)
+            noisy[int(change[1:-1])] = script.MASK
+            logp = np.log(urn_law(noisy)[int(change[1:-1])])
+            rows[row] += logp[LETTERS.index(change[-1])] - logp[LETTERS.index(change[0])]
+    rows |= {"0,b,": 0.0, "1,c,WT": 0.0}  # nothing changes
+    masked = []
+
+    def listen(batch):
+        masked.extend(batch.positions[batch.noisy == script.MASK].tolist())
+        return network(batch)
+
+    (tmp_path / "x.csv").write_text("\n".join(["id,name,mutant", *rows]))
+    table = scorer.score_variants(Namespace(**ARGS, variants=tmp_path / "x.csv"), listen, PROTEINS)
+    assert table.pop("score").tolist() == pytest.approx([*rows.values()], rel=1e-12)
+    assert table.to_csv(index=False).split() == ["id,name,mutant", *rows]
+    assert sorted(masked) == [1, 2, 12]
+
+
+def test_report(capsys):
+    """Of all residues: the standard error is that of a ratio. The same of the frequencies."""
+    nats = np.array([[1.0, 3.0, 2.0], [2.0, 2.1, 2.2], [0.0, 0.5, 0.7]])
+    lengths = np.array([7, 12, 10])
+    counts = np.arange(26) * 10
+    table = scorer.report(PROTEINS, nats, counts)
+    assert table["name"].tolist() == [*"abc"] and table["residues"].tolist() == [*lengths]
+    expected = np.array([nats.mean(1), nats.std(1, ddof=1) / 3**0.5]).T
+    assert table[["nats_per_residue", "se"]].to_numpy() == pytest.approx(expected)
+
+    surprise = -np.log((counts + 0.5) / (counts + 0.5).sum())
+    unigram = np.array([surprise[tokens[1:-1]].sum() for tokens in PROTEINS.values()])
+    lines = capsys.readouterr().out.splitlines()
+    for line, values in zip(lines, [nats.mean(1) * lengths, unigram], strict=True):
+        mean = values.sum() / 29
+        error = np.linalg.norm(values - mean * lengths) * (3 / 2) ** 0.5 / 29
+        found = [float(text) for text in re.findall(r"\d+\.\d+", line)]
+        assert found == pytest.approx([mean, error, np.exp(mean), mean / np.log(2)], abs=1e-4)
+    scorer.report({"a": PROTEINS["a"]}, nats[:1, :1], counts)
+    assert "network      1.0000 nats per residue, perp" in capsys.readouterr().out
+
+
+def call(folder, file, *options, **more):
+    words = [folder / "run/best.pt", folder / file, "--device=cpu", *options]
+    return call_script("tools/score_uniref50", *words, **more)
+
+
+@pytest.mark.parametrize("option", ["--draws=4", "--orders=2", "--mask_rate=0.15"])
+def test_scores(trained, tmp_path, option):
+    """The batch size and other records change nothing; the seed does."""
+    said = call(trained, "x", option, f"--out={tmp_path}/a")
+    assert "2 longer than 46 residues, and cut, such as protein_4" in said
+    said = call(trained, "y.csv", option, "--batch_size=1", f"--out={tmp_path}/b")
+    assert f"1 bad records are left out, such as {trained}/y.csv: entry 0 >odd: '-' among" in said
+    call(trained, "x", option, "--seed=1", f"--out={tmp_path}/c")
+    a, b, c = [pandas.read_csv(tmp_path / name) for name in "abc"]
+    pandas.testing.assert_frame_equal(a, b[7:].reset_index(drop=True), atol=3e-6)
+    assert (a["nats_per_residue"] != c["nats_per_residue"]).all()
+
+
+@pytest.mark.parametrize("block", [None, 1])
+def test_embeddings_of_held_out_sequences(trained, tmp_path, block):
+    option = "--seed=0" if block is None else f"--block={block}"
+    call(trained, "proteins.fasta", "--held_out", f"--embeddings={tmp_path}/x.npz", option)
+    model, *_ = scorer.load_network(trained / "run/best.pt", "cpu")
+    lines = (trained / "proteins.fasta").read_text().split()
+    expected = {}
+    for name, sequence in zip(lines[::2], lines[1::2], strict=True):
+        digest = hashlib.blake2b(sequence.encode(), digest_size=8).digest()
+        if int.from_bytes(digest, "big") / 2**64 < 0.05:
+            tokens = encode(sequence)[: 48 if len(sequence) <= 46 else 47]
+            batch = script.make_batch([tokens], [0.0], [np.random.default_rng(0)], 1)
+            expected[name[1:]] = model.hidden(batch, block)[tokens < 26].mean(0).detach().numpy()
+    found = np.load(tmp_path / "x.npz")
+    assert found["names"].tolist() == [*expected] and found["embeddings"].dtype == np.float32
+    assert found["embeddings"] == pytest.approx(np.array([*expected.values()]), abs=1e-5)
+
+
+def test_variants_of_one_sequence(trained, tmp_path):
+    """Which needs no name; but a name is not ignored."""
+    (trained / "one").write_text(">a\nACDEF\n")
+    (tmp_path / "x.csv").write_text("name,mutant\nb,C2C\n")
+    said = call(trained, "one", f"--variants={tmp_path}/x.csv", f"--out={tmp_path}/out", status=2)
+    assert f"line 2: no sequence named 'b' in {trained}/one; it begins with ['a']" in said
+    (tmp_path / "x.csv").write_text("mutant\nC2C\n")
+    call(trained, "one", f"--variants={tmp_path}/x.csv", f"--out={tmp_path}/out")
+    assert (tmp_path / "out").read_text() == "mutant,score\nC2C,0.000000\n"
+
+
+# ---- Weights of ESM-2, both ways ----------------------------------------------------------------
+
+
+def esm2(width, layers, heads, token_dropout):
+    """With random weights everywhere; other settings as released ones have them."""
+    torch.manual_seed(0)
+    options = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    options |= {"intermediate_size": 4 * width, "token_dropout": token_dropout}
+    options |= {"position_embedding_type": "rotary", "layer_norm_eps": 1e-5}
+    options |= {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}
+    model = EsmForMaskedLM(EsmConfig(**options)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def a_batch():
+    """Three sequences, of which 20, 50 and 90 % are masked; no J."""
+    generator = np.random.default_rng(0)
+    sequences = []
+    for length in (5, 28, 101):
+        residues = generator.integers(25, size=length)
+        sequences.append(np.array([script.BEGIN, *residues, script.END], np.uint8))
+    return script.make_batch(sequences, [0.2, 0.5, 0.9], [generator] * 3, 1)
+
+
+@torch.no_grad()
+def check_same(ours, theirs):
+    """Logits of residues and hidden states of packed sequences, and of each by itself."""
+    batch = a_batch()
+    lengths = batch.lengths.tolist()
+    logits = ours(batch)[:, :25].split(lengths)
+    first = ours.hidden(batch, 1).split(lengths)
+    last = ours.hidden(batch).split(lengths)
+    chances = []  # of all residues together
+    for i, noisy in enumerate(batch.noisy.split(lengths)):
+        tokens = torch.tensor([[esm.TOKENS[token] for token in noisy.tolist()]])
+        found = theirs(tokens, output_hidden_states=True)
+        residues = [esm.TOKENS[token] for token in range(25)]
+        assert torch.allclose(logits[i], found.logits[0][:, residues], atol=1e-5)
+        chances.append(found.logits[0].softmax(1)[:, residues].sum(1).min())
+        assert torch.allclose(first[i], found.hidden_states[1][0], atol=1e-5)
+        assert torch.allclose(last[i], found.hidden_states[-1][0], atol=1e-5)
+    return min(chances)
+
+
+@pytest.mark.parametrize("sizes", [(64, 3, 4, True), (48, 2, 6, False), (320, 6, 20, True)])
+def test_weights_of_esm2(tmp_path, sizes):
+    theirs = esm2(*sizes)
+    theirs.save_pretrained(tmp_path / "esm2")
+    said = call_script("tools/esm_uniref50", tmp_path / "esm2", tmp_path / "start.pt")
+    options = "--hidden_size={} --n_blocks_prot={} --n_heads={} --token_dropout={}"
+    assert "J begins as X" in said and options.format(*sizes) in said
+
+    state = torch.load(tmp_path / "start.pt", weights_only=True)
+    ours = esm.make_network(state["args"])
+    ours.load_state_dict(state["ema_model"])
+    check_same(ours, theirs)
+
+
+def test_a_trained_network_as_esm2(trained, tmp_path):
+    """transformers reads what is written, sequences, too."""
+    call_script("tools/esm_uniref50", trained / "run/best.pt", tmp_path / "esm2")
+    theirs = EsmForMaskedLM.from_pretrained(tmp_path / "esm2").eval()
+    state = torch.load(trained / "run/best.pt", weights_only=True)
+    ours = script.Denoiser(Namespace(**state["args"])).eval()
+    ours.load_state_dict(state["ema_model"])
+    assert check_same(ours, theirs) > 0.9999
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "esm2")("MKVX")["input_ids"]
+    expected = [script.BEGIN, *map(script.RESIDUES.index, "MKVX"), script.END]
+    assert tokens == [esm.TOKENS[token] for token in expected]
+
+
+def test_start_from(task, tmp_path):
+    """Model and average begin with the averaged weights. A resumed run needs them no more."""
+    weights = shutil.copy(task.folder / "run/best.pt", tmp_path)
+    more = [f"--start_from={weights}", f"--output_dir={tmp_path}/run", "--lr=1e-12"]
+    run_here(script, *task.argv, *more, "--num_workers=0", "--n_iters=1")
+    os.remove(weights)
+    run_here(script, *task.argv, *more, "--num_workers=0", "--n_iters=2")
+    found = Run(tmp_path / "run").summary
+    before = Run(task.folder / "run").summary
+    assert found["best"]["value"] == pytest.approx(before["best"]["value"], rel=1e-5)
+    assert found["steps"] == 2 and len(found["args"]["start_hash"]) == 12
+
+
+@pytest.fixture(scope="module")
+def folder(trained):
+    """best.pt, and weights that do not fit; a file of two sequences."""
+    folder = trained / "wrong"
+    folder.mkdir()
+    shutil.copy(trained / "run/best.pt", folder)
+    (folder / "two").write_text(TWO)
+    state = torch.load(folder / "best.pt")
+    torch.save({**state, "args": {**state["args"], "valid_file": "own"}}, folder / "own.pt")
+    state["average"] = state.pop("ema_model")  # as earlier versions had it
+    torch.save(state, folder / "old.pt")
+    config = BertConfig(hidden_size=16, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(folder / "bert")
+    return folder
+
+
+TWO = ">a\nACD\n>b\nAC\n"
+SAMPLE = "sample_uniref50 --out=new best.pt"
+SCORE = "score_uniref50 --out=new best.pt"
+WRONG = {  # a tool and its words; what is said
+    f"{SAMPLE} --infill=two --length=5": "not allowed with argument",
+    f"{SAMPLE} --length=47": "knows at most 46 residues",
+    f"{SAMPLE} --compare=two": "expected proteins, and some that are held out",
+    f"{SAMPLE} --out=/no/such/folder/x": "there is no such folder",
+    f"{SAMPLE} --out=two": "two exists: expected a new file",
+    "sample_uniref50 own.pt --compare=two": "run's own as the second file",
+    "sample_uniref50 two": "expected best.pt, step_N.pt or latest.pt of",
+    f"{SCORE} two --held_out": "expected proteins, and with --held_out some that are held out",
+    f"{SCORE} two --embeddings=x.npz --block=3": "--block is for --embeddings, up to 2 here",
+    f"{SCORE} two --orders=2 --mask_rate=0.5": " not allowed with argument",
+    f"{SCORE} two --out=.": "--out . exists: expected a new file",
+    "esm_uniref50 bert new": "bert: it is not an ESM-2 with its head: vocab_size",
+    "esm_uniref50 old.pt new": "old.pt: KeyError; expected best.pt, step_N.pt",
+    "esm_uniref50 best.pt bert": "bert exists: expected a new file",
+    "train --start_from=best.pt --hidden_size=32": "its network needs --hidden_size=16 --n_bl",
+    "train --start_from=old.pt": r"expected best.pt .* \(KeyError\('ema_model'\)\)",
+}
+WRONG_FILES = {  # FILE, or the table of --variants: what is said of it
+    f"{TWO}>a\nAD\n": "x: two records are named a",
+    "name,mutant\na,C2K\na,A2C\n": "x: line 3: 'A2C': expected .*, once; 'a' has C2 here",
+    "name,mutant\na,C2K:C2F\n": "x: line 2: 'C2F': expected .*, once; 'a' has C2 here",
+    "name,mutant\na,M171A\n": "x: line 2: 'M171A': .*; 'a' has residues 1 to 3 here",
+    "a,C2K\na,D3K\n": "x: found the columns a, C2K; expected mutant, name, and no score",
+    "name,mutant\na,C2K\na,C2K,1\n": "Error tokenizing data",
+    "name,mutant,score\na,C2K,1\n": "x: found the columns name, mutant, score; expected",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_uses(words, task, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    if words.startswith("train"):
+        with pytest.raises(script.InputError, match=WRONG[words]):
+            run_here(script, *task.argv, *words.split()[1:], f"--output_dir={folder}/run")
+    else:
+        check_refusal(words, WRONG[words])
+
+
+@pytest.mark.parametrize("text", WRONG_FILES)
+def test_wrong_files(text, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "x").write_text(text)
+    check_refusal(f"{SCORE} {'x' if text[0] == '>' else 'two --variants=x'}", WRONG_FILES[text])

@@ -79,9 +79,6 @@ def refused(result):
     return result.stderr
 
 
-# ---- What the three wrappers of one machine have in common ---------------------------------------
-
-
 @pytest.fixture(params=LOCAL)
 def local(request, run):
     """local(count, *arguments, **environment): a wrapper that starts so many processes."""
@@ -126,9 +123,6 @@ def test_count(local):
 def test_help(run):
     for wrapper in (*LOCAL, "scripts/run_ddp_slurm.sh"):
         assert "\nUsage" in run(wrapper, "--help").stdout
-
-
-# ---- What each has of its own --------------------------------------------------------------------
 
 
 STARTED = [  # a wrapper, words, processes where there are eight GPUs, options of the script
@@ -183,9 +177,6 @@ def test_dpo_keeps_logs(run):
     err, out = sorted(Path("logs").glob("dpo_ddp_*"))
     assert out.read_text() == result.stdout
     assert err.read_text() == result.stderr == "to stderr\n"
-
-
-# ---- Queues --------------------------------------------------------------------------------------
 
 
 def test_aurora(run):

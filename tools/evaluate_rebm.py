@@ -76,8 +76,6 @@ def parse_args():
     args.out = args.out or args.checkpoint.with_name("evaluation.json")
     if args.out.exists():
         raise InputError(f"--out {args.out} exists: expected a new file")
-    if not os.access(args.out.parent, os.W_OK):
-        raise InputError(f"--out {args.out}: there is no such folder that can be written to")
     if args.norm and not args.radii:
         raise InputError(f"--norm {args.norm}: give --radii in this norm")
     return args
@@ -229,6 +227,8 @@ def main():
         args = parse_args()
         device = script.choose_device(args, local_rank=0)
         model, state = load_network(args, device)
+        if not os.access(args.out.parent, os.W_OK):
+            raise InputError(f"--out {args.out}: there is no such folder that can be written to")
         args.radii = args.radii or [state["args"]["indist_attack_clf_eps"]]
         args.norm = args.norm or state["args"]["indist_attack_clf_norm"]
         indist, sources = load_images(args, state, args.outside)
