@@ -893,8 +893,7 @@ def add_common_arguments(parser, output_dir, precision="auto"):
     add("--prepare_only", **FLAG, help="read the data into --cache_dir, no more")
     add("--fresh", **FLAG, help="start anew; the old run is moved aside")
     add("--seed", type=number(0, 2**32, int), default=42, help="of all that is random")
-    text = f"mean micro-batch; 0: {BATCH_SIZE}, or on GPUs with --global_batch_size what fits"
-    add("--batch_size", type=NATURAL, default=0, help=text)
+    add("--batch_size", type=NATURAL, default=0, help=f"micro-batch; 0: {BATCH_SIZE}, or what fits")
     add("--global_batch_size", type=NATURAL, default=0, help="of a step; 0: batch_size x GPUs")
     add("--num_workers", type=NATURAL, default=0, help="processes that make batches")
     add("--max_grad_norm", type=number(0), default=1.0, help="clip the gradient; 0: do not")
