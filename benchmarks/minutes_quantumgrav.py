@@ -72,6 +72,7 @@ def port(out, steps, seed, end):
                 group["lr"] = args.lr * script.lr_factor(args, step, total)
             optimizer.zero_grad()
             F.cross_entropy(model(batch), batch.y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             step += 1
     model.eval()
