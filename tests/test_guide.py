@@ -5,6 +5,7 @@ A command runs as one process, whatever starts it: launchers have tests of their
 are told is parsed in test_readme.py, as are the commands for several machines or a queue."""
 
 import gzip
+import importlib.util
 import json
 import re
 import shutil
@@ -42,6 +43,8 @@ TINY = {
 }
 # Of the loop over seeds one.
 REPLACED = {"for seed in 0 1 2; do\n": "", " || break\ndone": "", "$seed": "0"}
+if importlib.util.find_spec("torchattacks") is None:  # it would pull in old packages
+    REPLACED[" --autoattack"] = ""
 WRITTEN = {
     "14": ["my_student", "my_hybrid", "outputs/phase2/best.pt", "outputs/more/best.pt"],
     "15": ["scores.csv", "held_out.csv", "samples.fasta", "filled.fasta", "outputs/family/best.pt"],
