@@ -90,8 +90,10 @@ def check_scores(work, sequences, source):
         new = (sequence[position] + generator.integers(1, 20)) % 20
         logp = exact_logp(sequence, position, source)[position]
         changes.append(logp[new] - logp[sequence[position]])
-        old, new = sides.RESIDUES[sequence[position]], sides.RESIDUES[new]
-        substitutions.append({"name": f"s{i}", "mutant": f"{old}{position + 1}{new}"})
+        old = sides.RESIDUES[sequence[position]]
+        mutant = f"{old}{position + 1}{sides.RESIDUES[new]}"
+        substitutions.append({"name": f"s{i}", "mutant": mutant})
+
     pandas.DataFrame(substitutions).to_csv(work / "table.csv", index=False)
     exact = [nats([sequence], source) for sequence in sequences]
     variants = f"--variants={work}/table.csv"

@@ -41,6 +41,15 @@ def command_of(work, side, out, steps, seed, seconds, settings):
     return [sides.ROOT / work.SCRIPT, *options.split()]
 
 
+def keep_latest(outs, minutes):
+    """What the sides saved last before this mark stays as FOLDER/MINUTES/latest.pt."""
+    for out in outs:
+        if not (out / "latest.pt").exists():
+            sys.exit(f"{out.name} has saved nothing in {minutes:g} minutes")
+        (out / f"{minutes:g}").mkdir()
+        shutil.copy(out / "latest.pt", out / f"{minutes:g}")
+
+
 def run_sides(work, folder, steps, seed, seconds, settings, marks=()):
     """Both at the same time, in folders of their own; at each of `marks`, in minutes, their
     latest.pt is kept. Returns {side: (seconds, folder)}."""
@@ -54,17 +63,13 @@ def run_sides(work, folder, steps, seed, seconds, settings, marks=()):
         (process,) = sides.start_ranks(1, command, folder, log, OMP_NUM_THREADS="1")
         os.sched_setaffinity(process.pid, {int(core)})
         running[side] = process, out, log
+
     found = {}
     marks = sorted(marks, reverse=True)
     while len(found) < len(running) or marks:
         time.sleep(0.05)
         if marks and time.monotonic() - began >= 60 * marks[-1]:
-            minutes = marks.pop()
-            for _, out, log in running.values():
-                if not (out / "latest.pt").exists():
-                    sys.exit(f"nothing is saved in {minutes:g} minutes:\n{log.read_text()[-3000:]}")
-                (out / f"{minutes:g}").mkdir()
-                shutil.copy(out / "latest.pt", out / f"{minutes:g}")
+            keep_latest([out for _, out, _ in running.values()], marks.pop())
         for side, (process, out, log) in running.items():
             if side not in found and process.poll() is not None:
                 if process.returncode != 0:
@@ -99,6 +104,7 @@ def run_marks(work, folder, args, settings):
             rounds = [run_sides(work, folder, steps, seed, **options) for seed in args.seeds]
             yield minutes, steps, rounds
         return
+
     steps = {"ours": "", "it": ""}
     options = {"seconds": 60 * max(args.minutes), "settings": settings, "marks": args.minutes}
     rounds = [run_sides(work, folder, steps, seed, **options) for seed in args.seeds]
@@ -108,6 +114,18 @@ def run_marks(work, folder, args, settings):
             folders = {side: out / f"{minutes:g}" for side, (_, out) in found.items()}
             kept.append({side: (60 * minutes, own) for side, own in folders.items()})
         yield minutes, steps, kept
+
+
+def show_figures(judged):
+    """Each figure of all seeds, and its mean, as text. judged: [{name: figure} of each seed]"""
+    figures = []
+    means = []
+    for name in judged[0]:
+        values = [one[name] for one in judged]
+        texts = [f"{value:.3f}" for value in values]
+        figures.append(f"{name} {', '.join(texts)}")
+        means.append(f"{statistics.mean(values):.3f}")
+    return "; ".join(figures), "; ".join(means)
 
 
 def compare(work, args):
@@ -121,14 +139,7 @@ def compare(work, args):
             for side, count in steps.items():
                 judged = [work.judge(folder, found[side][1], args.part) for found in rounds]
                 seconds = ", ".join(f"{found[side][0]:.0f}" for found in rounds)
-                figures = []
-                means = []
-                for name in judged[0]:
-                    values = [one[name] for one in judged]
-                    figures.append(f"{name} {', '.join(f'{value:.3f}' for value in values)}")
-                    means.append(f"{statistics.mean(values):.3f}")
-                row = [f"{minutes:g}", side, count, seconds, "; ".join(figures)]
-                sides.print_row(*row, "; ".join(means))
+                sides.print_row(f"{minutes:g}", side, count, seconds, *show_figures(judged))
 
 
 def main():

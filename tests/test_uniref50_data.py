@@ -46,6 +46,7 @@ def prepare(source, *options):
     args = parse_arguments(script, *words, *options)
     folder = script.prepare(args)
     script.Proteins(folder, args)  # says what is left out
+
     tokens = (folder / "tokens").read_bytes()
     arrays = np.load(folder / "arrays.npz")
     offsets = arrays["offsets"].tolist()
@@ -179,6 +180,7 @@ def test_files_to_validate_and_test_on(tmp_path, caplog):
     options = [*COMMON, *options, *files, f"--output_dir={tmp_path}/run", "--num_workers=0"]
     caplog.set_level("INFO")
     run_here(script, *options, "--n_iters=20")
+
     assert "65 sequences are left out, which are in the test or the validation" in caplog.text
     assert "740 sequences to train on, 25 held out, of which 25 are validated on" in caplog.text
     summary = Run(tmp_path / "run").summary
