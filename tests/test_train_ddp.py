@@ -398,6 +398,7 @@ def test_begin_phase2(trained, step, caplog):
     assert "phase 2 starts from the student as it is" in caplog.text
     with pytest.raises(script.InputError, match="there is no such file; expected weights"):
         script.begin_phase2(step.args, step.student, 9)  # of phase 1, not evaluated yet
+
     step.args.phase1_weights = str(path)
     script.begin_phase2(step.args, step.student, 0)
     assert "what is held out here may have been trained on" in caplog.text
@@ -411,6 +412,7 @@ def test_phases_one_after_the_other(options, trained, tmp_path):
     (tmp_path / "texts.txt").write_text("\n\n".join(trained.texts))
     options = [*options, f"--output_dir={tmp_path}/out", f"--phase1_data={tmp_path}/texts.txt"]
     options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
+
     run(*options, "--skip_phase2")
     more = ["--skip_phase1", "--phase2_lr=1e-4", "--num_negatives=0"]
     said = run(*options, *more, "--fresh", status=2)
