@@ -933,9 +933,8 @@ def prepare(args, k):
     rows = [(False, *row) for row in read_rows("--train_data", args.train_data)]
     if args.val_data:
         rows += [(True, *row) for row in read_rows("--val_data", args.val_data)]
-    files = {path for _, _, path, _ in rows}
-    found = {path: os.stat(path) for path in sorted(files) if os.path.exists(path)}
-    stats = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in found.items()]
+    files = sorted(filter(os.path.exists, {path for _, _, path, _ in rows}))
+    stats = [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in files]
     key = [READER, k, args.max_length, args.skip_bad_data, rows, stats]
     return cached(args.cache_dir, "pairs", key, functools.partial(write_pairs, args, rows, k))
 

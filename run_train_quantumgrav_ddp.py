@@ -721,10 +721,9 @@ def main(args):
 # Rank 0 reads the user's files once. Training needs only what `write_sets` has written. The names
 # are those of stores of QuantumGrav.jl and of its Python package.
 ADJACENCY = ["adjacency_matrix", "adj"]
-LINKS = ["link_matrix", "linkmat"]
 PAIRS = "link_pairs"
 PAIR_COUNTS = "link_counts"
-RELATIONS = [*ADJACENCY, *LINKS, PAIRS]
+RELATIONS = [*ADJACENCY, "link_matrix", "linkmat", PAIRS]
 SIZE_ARRAYS = ["atomcount", "cset_size"]
 COUNTS = ["num_samples", "num_causal_sets"]
 READER = 9  # raise it when you change what is read or kept: else an old cache is used

@@ -551,9 +551,8 @@ def update_ema(args, networks, step):
     """ema_model = d ema_model + (1 - d) model; d rises from 0.1, so that the start is forgotten."""
     d = min(args.ema, (1 + step) / (10 + step))
     # also the statistics of batch normalization; but not its count of batches, a whole number
-    states = networks.ema_model.state_dict().values(), networks.model.state_dict().values()
-    pairs = [pair for pair in zip(*states, strict=True) if pair[0].is_floating_point()]
-    means, weights = zip(*pairs, strict=True)
+    means = [x for x in networks.ema_model.state_dict().values() if x.is_floating_point()]
+    weights = [x for x in networks.model.state_dict().values() if x.is_floating_point()]
     torch._foreach_lerp_(means, weights, 1 - d)
 
 
@@ -910,10 +909,8 @@ def find_in_arrays(path):
             if images.ndim == 4 and images.shape[1] in (1, 3):
                 images = images.transpose(0, 2, 3, 1)
             if images.dtype != np.uint8 or images.ndim not in (3, 4):
-                text = f"{x} is {images.dtype} {images.shape}"
-                raise InputError(
-                    f"{path}: {text}; expected uint8, 0 to 255, (N, S, S) or (N, S, S, 3)"
-                )
+                text = f"{x} is {images.dtype} {images.shape}; expected uint8, 0 to 255"
+                raise InputError(f"{path}: {text}, (N, S, S) or (N, S, S, 3)")
             if images.max(initial=0) < 2:
                 raise InputError(f"{path}: {x} has no pixel above 1; expected 0 to 255")
             labels = arrays.pop(y, np.full(len(images), -1)).ravel()

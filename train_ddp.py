@@ -271,11 +271,11 @@ class PairData(TextData):
         self.documents_per_query = 1 + int(self.num_drawn.max(initial=0))
 
     def samples(self):
-        corpus = self.corpus
-        tokens = np.concatenate([[0], np.cumsum(corpus.lengths[corpus.negatives])])
+        lengths = self.corpus.lengths
+        tokens = np.concatenate([[0], np.cumsum(lengths[self.corpus.negatives])])
         mean = (tokens[self.end] - tokens[self.begin]) / np.maximum(1, self.available)
-        cost = mean * self.num_drawn + corpus.lengths[corpus.pairs[:, :2]].sum(1)
-        return np.arange(len(corpus.pairs)), cost
+        cost = mean * self.num_drawn + lengths[self.corpus.pairs[:, :2]].sum(1)
+        return np.arange(len(cost)), cost
 
     def draw(self, step, position, negatives):
         """Some negatives of a query by (seed, step, position): the same on any number of ranks."""
@@ -392,16 +392,12 @@ class Gather(torch.autograd.Function):
 def split_roles(batches, rows):
     """Of rows (B, ...), one for each text of the micro-batches: those of the Q queries, and those
     of the N documents, first the Q that answer them."""
-    queries = []
-    positives = []
-    negatives = []
-    sizes = [len(batch.text_ids) for batch in batches]
-    for batch, own in zip(batches, rows.split(sizes), strict=True):
-        count = batch.num_queries
-        queries.append(own[:count])
-        positives.append(own[count : 2 * count])
-        negatives.append(own[2 * count :])
-    return torch.cat(queries), torch.cat(positives + negatives)
+    sizes = []
+    for batch in batches:
+        num_negatives = len(batch.text_ids) - 2 * batch.num_queries
+        sizes += [batch.num_queries, batch.num_queries, num_negatives]
+    parts = rows.split(sizes)  # queries, positives and negatives of each micro-batch
+    return torch.cat(parts[0::3]), torch.cat(parts[1::3] + parts[2::3])
 
 
 def pair_loss(args, batches, vectors):
@@ -555,9 +551,6 @@ def make_phases(args, corpus, model, device):
         logging.info(f"Phase {number}:")
         data = kind(args, corpus)
         ids, cost = data.samples()
-        if len(ids) < args.global_batch_size:
-            text = f"{len(ids)} {'texts' if number == 1 else 'pairs'} to train on in phase {number}"
-            raise InputError(f"{text}: give --global_batch_size {len(ids)} or less")
         sampler = GlobalBatchSampler(ids, args, cost, room)
         epochs = getattr(args, f"phase{number}_epochs")
         steps = min(sampler.steps * epochs, args.max_steps or math.inf)
@@ -1335,8 +1328,8 @@ def teacher_vectors(args, folder, corpus, device):
         trust_remote_code""".split()
     key = [7, [getattr(args, name) for name in names], corpus.texts_hash]  # 7: as READER, of this
     key.append(on_rank0(files_of, args.teacher_model))
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    folder_of_vectors = Path(args.cache_dir) / f"teacher-{digest}-{device.type}"
+    name = f"teacher-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+    folder_of_vectors = Path(args.cache_dir) / f"{name}-{device.type}"
     blocks = [folder_of_vectors / f"{start:010}.npy" for start in starts]
     missing = on_rank0(lambda: [i for i, path in enumerate(blocks) if not path.exists()])
     if missing:
@@ -1356,7 +1349,6 @@ def teacher_vectors(args, folder, corpus, device):
         np.save(new, vectors.astype(np.float16))
         new.replace(blocks[i])  # which is never half written
     dist.barrier()
-    name = folder_of_vectors.name.rpartition("-")[0]  # without the device
     return Vectors(name, [np.asarray(np.load(path, mmap_mode="r")) for path in blocks])
 
 
@@ -1449,8 +1441,7 @@ def make_bert(folder, args, texts, layers=1, width=128):
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=8000, **options))
     length = args.student_max_length or 64
     options = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": length}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
-    fast.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
     sizes.update(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=length)
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -59,12 +59,14 @@ def sizes():
 # ---- The Trainer, in each of its processes -------------------------------------------------------
 
 
-def similar_lengths(lengths, batch, processes):
+def similar_lengths(student, texts, most, batch, processes=1):
     """A batch sampler for the Trainer: texts of similar length together, 25 steps at a time. The
     Trainer gives batches to the ranks in turns: each next `processes` of them are a step."""
     from sentence_transformers.base.sampler import DefaultBatchSampler
 
     together = processes * batch
+    ids = student.tokenizer(texts, truncation=True, max_length=most)["input_ids"]
+    lengths = torch.tensor([len(tokens) for tokens in ids])
 
     class SimilarLengths(DefaultBatchSampler):
         def __iter__(self):
@@ -84,36 +86,51 @@ def similar_lengths(lengths, batch, processes):
     return SimilarLengths
 
 
-def port(side, phase, seed, device, precision, batch, processes, every, **others):
-    """A training of SentenceTransformerTrainer. (each rank)"""
+def read_pairs(path):
+    """(queries, documents, both as one text, each distinct text once)"""
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    queries = [row["query"] for row in rows]
+    documents = [row["positive"] for row in rows]
+    pairs = [f"{query}\n{document}" for query, document in zip(queries, documents, strict=True)]
+    return queries, documents, pairs, list(dict.fromkeys(queries + documents))
+
+
+def train(student, data, loss, callbacks=None, **settings):
+    """Training by SentenceTransformerTrainer on columns {name: values}, without a word."""
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    from sentence_transformers import SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+
+    settings.update(save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True)
+    arguments = Arguments(warmup_steps=0.1, **settings)
+    data = Dataset.from_dict(data)
+    options = {"args": arguments, "train_dataset": data, "loss": loss, "callbacks": callbacks}
+    SentenceTransformerTrainer(student, **options).train()
+
+
+def port(side, phase, seed, device, precision, batch, processes, every, **others):
+    """A training of a phase. (each rank)"""
+    from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import losses
     from transformers import TrainerCallback
 
     student = SentenceTransformer("student", device="cpu")
-    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
-    queries = [row["query"] for row in rows]
-    documents = [row["positive"] for row in rows]
+    queries, documents, pairs, texts = read_pairs("pairs.jsonl")
     if phase == 1:
-        texts = list(dict.fromkeys(queries + documents))
         vectors = np.random.default_rng(0).standard_normal((len(texts), 384), np.float32)
-        data = Dataset.from_dict({"sentence": texts}).add_column("label", list(vectors))
+        data = {"sentence": texts, "label": list(vectors)}
         loss = losses.EmbedDistillLoss(student, distance_metric="cosine")
     else:
-        texts = [query + document for query, document in zip(queries, documents, strict=True)]
-        data = Dataset.from_dict({"anchor": queries, "positive": documents})
+        data = {"anchor": queries, "positive": documents}
         loss = losses.MultipleNegativesRankingLoss(student, scale=50.0, gather_across_devices=True)
     options = {}
     if side != "default":
         sides.keep_freed_memory()
         student[0].auto_model.pooler.requires_grad_(False)  # nothing uses it
         options.update(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False)
-        ids = student.tokenizer(texts, truncation=True, max_length=2 * LENGTH)["input_ids"]
-        lengths = torch.tensor([len(tokens) for tokens in ids])
-        options["batch_sampler"] = similar_lengths(lengths, batch, processes)
-        options["torch_compile"] = side == "compiled"
+        measured = texts if phase == 1 else pairs
+        sampler = similar_lengths(student, measured, 2 * LENGTH, batch, processes)
+        options.update(batch_sampler=sampler, torch_compile=side == "compiled")
         if device != "cpu":
             options["dataloader_num_workers"] = 2
 
@@ -121,25 +138,22 @@ def port(side, phase, seed, device, precision, batch, processes, every, **others
         def on_step_end(self, *others, **more):
             sides.note_step(every)
 
-    settings = Arguments(
+    train(
+        student,
+        data,
+        loss,
+        [Steps()],
         output_dir=f"trainer-{side}",
         per_device_train_batch_size=batch,
         learning_rate=2e-5,
-        warmup_steps=0.1,
         num_train_epochs=100_000,
         seed=seed,
         dataloader_drop_last=True,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         use_cpu=device == "cpu",
         bf16=precision == "bf16",
         tf32=precision == "tf32" if device == "cuda" else None,
         **options,
     )
-    names = {"model": student, "args": settings, "train_dataset": data, "loss": loss}
-    SentenceTransformerTrainer(**names, callbacks=[Steps()]).train()
 
 
 # ---- All sides, in turns -------------------------------------------------------------------------

@@ -14,12 +14,10 @@ judge   InformationRetrievalEvaluator of sentence-transformers
 import gzip
 import json
 from argparse import Namespace
-from pathlib import Path
 
 import bench_train_ddp
 import numpy as np
 import sides
-import torch
 
 SCRIPT = "train_ddp.py"
 PROBE = (20, 60)  # steps of the short runs
@@ -84,9 +82,7 @@ def options(out, steps, seed, seconds):
 
 def port(out, steps, seed, end, rates):
     """Both phases with the Trainer of sentence-transformers."""
-    from datasets import Dataset
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+    from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import losses
 
     import train_ddp
@@ -94,45 +90,29 @@ def port(out, steps, seed, end, rates):
     sides.keep_freed_memory()
     student = SentenceTransformer("student", device="cpu")
     student[0].auto_model.pooler.requires_grad_(False)  # nothing uses it
-    rows = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
-    queries = [row["query"] for row in rows]
-    documents = [row["positive"] for row in rows]
-    pairs = [f"{query}\n{document}" for query, document in zip(queries, documents, strict=True)]
-    texts = list(dict.fromkeys(queries + documents))
+    queries, documents, pairs, texts = bench_train_ddp.read_pairs("train.jsonl")
     vectors = train_ddp.lsa_vectors([("document", text) for text in texts], pairs)
     vectors = vectors[:, : student.get_embedding_dimension()].astype(np.float32)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)
+    pull = losses.EmbedDistillLoss(student, distance_metric="cosine")
+    infonce = losses.MultipleNegativesRankingLoss(student, scale=50.0)
     phases = [
-        (
-            Dataset.from_dict({"sentence": texts}).add_column("label", list(vectors)),
-            losses.EmbedDistillLoss(student, distance_metric="cosine"),
-            texts,
-        ),
-        (
-            Dataset.from_dict({"anchor": queries, "positive": documents}),
-            losses.MultipleNegativesRankingLoss(student, scale=50.0),
-            pairs,
-        ),
+        ({"sentence": texts, "label": list(vectors)}, pull, texts),
+        ({"anchor": queries, "positive": documents}, infonce, pairs),
     ]
-    for (data, loss, texts), lr in zip(phases, rates, strict=True):
-        ids = student.tokenizer(texts, truncation=True, max_length=2 * LENGTH)["input_ids"]
-        lengths = torch.tensor([len(tokens) for tokens in ids])
-        settings = Arguments(
+    for (data, loss, measured), lr in zip(phases, rates, strict=True):
+        bench_train_ddp.train(
+            student,
+            data,
+            loss,
             output_dir=f"{out}/trainer",
             per_device_train_batch_size=BATCH,
             learning_rate=lr,
-            warmup_steps=0.1,
             max_steps=steps,
             seed=seed,
-            batch_sampler=bench_train_ddp.similar_lengths(lengths, BATCH, 1),
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            batch_sampler=bench_train_ddp.similar_lengths(student, measured, 2 * LENGTH, BATCH),
             use_cpu=True,
         )
-        names = {"model": student, "args": settings, "train_dataset": data, "loss": loss}
-        SentenceTransformerTrainer(**names).train()
     student.save(f"{out}/saved/student", create_model_card=False)
 
 
