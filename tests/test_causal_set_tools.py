@@ -6,14 +6,13 @@ import json
 import math
 import os
 import shutil
-import tracemalloc
 from functools import partial
 
 import networkx as nx
 import numpy as np
 import pytest
 import torch
-from helpers import call_script, check_refused, import_tool, parse_arguments
+from helpers import call_script, check_refusal, check_refused, import_tool, parse_arguments
 from runs import Run
 
 import run_train_quantumgrav_ddp as script
@@ -31,21 +30,23 @@ KIND = np.resize([3, 7], SETS)
 FLAT = np.resize([0, -1, 1, -1], SETS)  # of kind 7 it is not known
 
 
-def draw(numbers):
+def matrix_of(packed, n):
+    return np.unpackbits(packed, axis=1, count=n, bitorder="little").T
+
+
+def draw(count):
     """Bool matrices of 15 rows, of sets with 10 to 14 elements; and these sizes."""
-    matrices = []
-    sizes = []
-    for number in numbers:
-        draws = np.random.default_rng(number)
-        name = "layered" if number % 2 else "mink2"
-        n = int(draws.integers(10, 15))
-        past = make.make_order(name, draws, n) + [0] * (15 - n)
-        matrices.append([[bits >> i & 1 for bits in past] for i in range(15)])
-        sizes.append(n)
-    return np.array(matrices) > 0, np.array(sizes)
+    args = make.parse_args("--out=a --kinds mink2 layered --min_size=10 --max_size=14".split())
+    matrices = np.zeros((count, 15, 15), bool)
+    sizes = np.zeros(count, int)
+    for i in range(count):
+        packed, n, *_ = make.make_set(args, i)
+        matrices[i, :n, :n] = matrix_of(packed, n)
+        sizes[i] = n
+    return matrices, sizes
 
 
-MATRICES, SIZES = draw(range(SETS))
+MATRICES, SIZES = draw(SETS)
 ORDERS = [matrix[:n, :n] for matrix, n in zip(MATRICES, SIZES, strict=True)]
 LINKS = np.array([matrix & (matrix.astype(int) @ matrix == 0) for matrix in MATRICES])
 ROOT = np.sqrt(SIZES)  # a target
@@ -95,8 +96,10 @@ def stores(tmp_path_factory):
     more = {name: np.concatenate([array, array[:3]]) for name, array in ALL.items()}
     more["cset_size"] = more.pop("atomcount").astype(float)
     write(folder / "more.zarr", 3, **more, atomcount=None, num_samples=np.array([SETS]))
-    within = write(folder / "no_suffix" / "all", adjacency_matrix=None, link_matrix=LINKS)
-    (within.parent / "README").write_text("another file")
+    for name, rows in {"first": slice(12), "second": slice(12, SETS)}.items():
+        arrays = {key: array[rows] for key, array in ALL.items()}
+        arrays.update(adjacency_matrix=None, link_matrix=LINKS[rows])
+        within = write(folder / "no_suffix" / name, **arrays)
     (within / "not_needed").mkdir()
     (within / "not_needed" / ".zarray").write_text("no array that zarr can open")
     write(folder / "transposed.npz", adjacency_matrix=MATRICES.transpose(0, 2, 1))
@@ -107,16 +110,12 @@ def test_every_layout_set_by_set(stores):
     expected = [script.describe({"adjacency_matrix": order}) for order in ORDERS]
     for path in stores.values():
         data = load(path)
-        for name, rows in zip(script.ARRAYS, arrays_of(data), strict=True):
+        (folder,) = path.parent.glob("cache/sets-*")
+        for name in script.ARRAYS:
             own = b"".join(described[name].tobytes() for described in expected)
-            assert rows.tobytes() == own, (path, name)
+            assert (folder / f"{name}.bin").read_bytes() == own, (path, name)
         assert np.array_equal(data.labels[:, 0], KIND == 7), path
         assert np.array_equal(data.labels[:, 1], np.where(FLAT < 0, np.nan, FLAT), True), path
-        (folder,) = path.parent.glob("cache/sets-*")
-        for i, name in enumerate(json.loads((folder / "meta.json").read_text())["names"]):
-            number = (i + 1) * (7 if path.name == "gaps.zarr" else 1)
-            is_grouped = path.name in ("groups.zarr", "gaps.zarr")
-            assert name.endswith(f"{path}/cset_{number}" if is_grouped else f": set {i}")
         shutil.rmtree(folder)
 
 
@@ -127,51 +126,34 @@ def load(path, *options):
     return script.CausalSets(script.prepare(args), args)
 
 
-def arrays_of(data):
-    """In the order of script.ARRAYS."""
-    return [data.features, data.past, data.future, data.raw_statistics, data.digests]
-
-
-@pytest.mark.parametrize("cores", [0, 3])  # 0: this process reads
-def test_a_reading_that_was_stopped_goes_on(stores, tmp_path, monkeypatch, cores):
-    """It does not read again what it has read. As many processes as cores."""
+def test_a_reading_that_was_stopped_goes_on(stores, tmp_path, monkeypatch):
+    """It does not read again what it has read."""
     path = shutil.copytree(stores["groups.zarr"], tmp_path / "a.zarr")
-    whole = arrays_of(load(stores["groups.zarr"]))
+    whole = load(stores["groups.zarr"])
     plain = script.describe
     calls = []
 
     def describe(values):
-        calls.append(os.getpid())
+        calls.append(values)
         if len(calls) == 11:
             raise KeyboardInterrupt
         return plain(values)
 
     monkeypatch.setattr(script, "describe", describe)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: [])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: [])  # this process reads
     with pytest.raises(KeyboardInterrupt):
         load(path)
-    assert len(list(tmp_path.glob("cache/reading-*/unit-*"))) == 10
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-    for rows, own in zip(whole, arrays_of(load(path)), strict=True):
-        assert rows.tobytes() == own.tobytes()
-    assert len(calls) == (11 + 20 if cores == 0 else 11)  # other processes have their own list
+    assert load(path).hash == whole.hash
+    assert len(calls) == 11 + 20
     assert len(list(tmp_path.glob("cache/*-*"))) == 1
-
-
-def test_both_groups_of_a_store_are_read(tmp_path):
-    for group in ("first", "second"):
-        write(tmp_path / "a.zarr" / group)
-    assert len(load(tmp_path / "a.zarr").labels) == 2 * SETS
 
 
 NONE = math.nan
 LABELS = {  # labels of three sets in turn: the classes, and the labels' numbers
-    "names.npz": (["tree", "", "antichain"], ["antichain", "tree"], [1, NONE, 0]),
-    "blanks.npz": (["tree", " tree ", "ant"], ["ant", "tree"], [1, 1, 0]),
+    "names.npz": ([" tree ", "", "antichain"], ["antichain", "tree"], [1, NONE, 0]),
     "bytes.zarr": (np.array(["tree", " ", "bee"], "S"), ["bee", "tree"], [1, NONE, 0]),
     "variable.zarr": (np.array(["b", "", "a"], np.dtypes.StringDType()), ["a", "b"], [1, NONE, 0]),
-    "texts.npz": ([" 3", "-1", "12"], ["3", "12"], [0, NONE, 1]),
-    "mixed.npz": (["tree", "-1", "12"], ["12", "tree"], [1, NONE, 0]),
+    "mixed.npz": (["tree", "-1", " 12"], ["12", "tree"], [1, NONE, 0]),
     "floats.zarr": ([3.0, NONE, 12.0], ["3", "12"], [0, NONE, 1]),
 }
 
@@ -191,7 +173,6 @@ def test_targets(tmp_path):
     sizes[4] = np.nan
     path = write(tmp_path / "a.npz", x=sizes, text=sizes.astype(str))
     data = load(path, "--targets", "x", "text")
-    assert data.classes == {"kind": ["3", "7"], "flat": ["0", "1"], "x": [], "text": []}
     train = data.part("train")
     batch = data.make_batch(np.arange(SETS), train)
     for column in (2, 3):
@@ -210,16 +191,13 @@ def test_targets(tmp_path):
 PAIRS = {"adjacency_matrix": None, "link_pairs": np.eye(3)[:, :2], "link_counts": 2 * KIND**0}
 REFUSED = {  # name: what writes it, and a part of the one line
     "missing.npz": (lambda path: None, "--data"),
-    "cut.npz": (lambda path: os.truncate(write(path), 1000), "cut.npz: "),
     "text.npz": (lambda path: path.write_text("no arrays"), "no .npz file"),
-    "array.npy": (lambda path: np.save(path, np.eye(3)), "no .npz file"),
     "empty.zarr": (lambda path: path.mkdir(), "none of adjacency_matrix, adj, link_matrix"),
     "objects.npz": (partial(write, kind=np.array([None] * SETS)), "kind is an array of objects"),
     # without sizes the padding would be read as elements
     "sizes.zarr": (partial(write, atomcount=None), "expected atomcount or cset_size"),
     "short.npz": (partial(write, kind=np.ones(SETS - 1)), "kind has shape (29,); adjacency"),
     "one.npz": (partial(write, kind=np.ones(SETS, int)), "kind: too few labels in the train part"),
-    "no_sets.npz": (partial(write, num_samples=0), "no sets"),
     "no_label.npz": (partial(write, kind=None), "flat, root; expected kind (of --tasks or --"),
     "counts.npz": (partial(write, **PAIRS), "link_pairs has shape (3, 2); link_counts needs (60,"),
 }
@@ -274,15 +252,6 @@ def test_damaged_sets_are_listed_and_may_be_left_out(tmp_path, caplog):
     data = load(path, "--skip_bad_data", *"--split 0.4 0.3 0.3".split())
     assert f"3 bad sets are left out:\n  {path}/cset_5: adj has pairs" in caplog.text
     assert data.sizes.tolist() == np.delete(SIZES, [4, 20, 22]).tolist()
-
-
-def test_chunks_of_zeros(tmp_path, caplog):
-    """Zarr does not store them, which is no fault. The log shows the classes."""
-    caplog.set_level("INFO")
-    path = write(tmp_path / "a.zarr", kind=np.arange(SETS) // 15)
-    assert not (path / "kind" / "0").exists()
-    assert np.array_equal(load(path).labels[:, 0], np.arange(SETS) // 15)
-    assert "train, kind: 0 1" in caplog.text and "WARNING" not in caplog.text
 
 
 def test_copies_lie_in_one_part(stores, tmp_path, caplog):
@@ -350,101 +319,65 @@ def test_predictions_of_the_test_sets(trained, tmp_path):
 
 
 def test_predictions_of_new_sets(trained, tmp_path):
-    """With labels, and without: the same probabilities."""
-    best = trained / "best.pt"
+    """Without labels, and with: the same probabilities. The metrics are of sets that were neither
+    trained nor validated on: the test sets of the run, and 10 that it has not."""
     path = write_grouped(tmp_path / "b.zarr", changes={5: {"adj": BAD}})
     for folder in [*path.glob("*/kind"), *path.glob("*/flat")]:
         shutil.rmtree(folder)
-    rows, said = predict(tmp_path / "b.csv", best, path, "--skip_bad_data")
+    alone = shutil.copy(trained / "best.pt", tmp_path)  # without split.npz
+    rows, said = predict(tmp_path / "b.csv", alone, path, "--skip_bad_data")
     assert f"  {path}/cset_5: adj has pairs" in said and "accuracy" not in said
-    alone = shutil.copy(best, tmp_path)  # without split.npz
-    labels = ["--labels", *TASKS, "root"]
-    labelled, said = predict(tmp_path / "c.csv", alone, write(tmp_path / "c.npz"), *labels)
     assert "it is not known which of these sets were trained on" in said
-    assert "kind: 30 of the 30 sets with a label are neither trained nor validated on" in said
-    assert "flat: 15 of the 15 sets" in said
-    del labelled[4]
-    for row, other in zip(rows, labelled, strict=True):
-        i = int(other["set"].split()[-1])
-        assert row["set"] == f"{path}/cset_{i + 1}"
+
+    matrices, sizes = draw(SETS + 10)
+    labels = {name: np.resize(ALL[name], SETS + 10) for name in TASKS}
+    labels["root"] = np.sqrt(sizes)
+    new = write(tmp_path / "c.npz", adjacency_matrix=matrices, atomcount=sizes, **labels)
+    labelled, said = predict(tmp_path / "c.csv", trained / "best.pt", new, "--labels", *labels)
+    split = np.load(trained / "split.npz")["split"]
+    parts = [script.PARTS[number] for number in split[:SETS]] + [""] * 10
+    assert [row["part"] for row in labelled] == parts
+    assert f"{parts.count('train')} of 40 sets are in the train part of the run" in said
+    tested = [row for row in labelled if row["part"] in ("", "test")]
+    assert f"kind: {len(tested)} of the 40 sets with a label are neither" in said
+    accuracy = np.mean([row["kind"] == row["kind_label"] for row in tested])
+    assert f"accuracy={accuracy:.4f}" in said
+
+    for row, i in zip(rows, np.delete(np.arange(SETS), 4), strict=True):
+        other = labelled[i]
+        assert row["set"] == f"{path}/cset_{i + 1}" and other["set"] == f"{new}: set {i}"
         assert other["kind_label"] == str(KIND[i]) and row["kind_label"] == ""
         assert other["flat_label"] == {-1: "", 0: "0", 1: "1"}[FLAT[i]]
         for name in ("kind_3", "kind_7", "flat_0", "flat_1", "root"):
             assert float(row[name]) == pytest.approx(float(other[name]), rel=1e-4)
 
 
-def test_columns_of_one_name(trained, tmp_path):
-    """None is lost: the later one gets another name, which is said."""
-    path = write(tmp_path / "a.npz")
-    rows, _ = predict(tmp_path / "a.csv", trained / "best.pt", path)
-    state = torch.load(trained / "best.pt", weights_only=True)
-    state["data"]["classes"] = {"kind": ["label", "7"], "part": ["0", "1"], "kind_7": []}
-    torch.save(state, tmp_path / "odd.pt")
-    odd, said = predict(tmp_path / "b.csv", tmp_path / "odd.pt", path)
-    assert "two columns would be called kind_7: the later one is kind_7_" in said
-    names = {"kind_label_": "kind_3", "kind_7": "kind_7", "part_0": "flat_0", "part_": "flat"}
-    for name, before in {**names, "kind_7_": "root"}.items():
-        assert [row[name] for row in odd] == [row[before] for row in rows]
+UNPREDICTABLE = {  # words; what is said
+    "text.pt new.npz": "text.pt: UnpicklingError; expected best.pt, step_N.pt or",
+    "best.pt new.npz --out=text.pt": "text.pt exists: expected a new file",
+    "best.pt --labels kind": "are of SETS, and none are given",
+    "best.pt new.npz --labels x": "the network has kind, flat, root",
+    "best.pt other.npz --labels kind": "knows 3, 7, but not 10: leave out --labels kind",
+    "changed.pt": "changed since the network was trained",
+}
 
 
-# the sets of a file, of which 0 to 29 are those of the run, and their labels in turn
-@pytest.mark.parametrize(("ids", "labels"), [(range(SETS + 10), [3, 7]), (range(5, 15), [7, 7, 3])])
-def test_sets_that_were_trained_on_are_named(trained, tmp_path, ids, labels):
-    """The metrics are of the others."""
-    matrices, sizes = draw(ids)
-    kind = np.resize(labels, len(ids))
-    np.savez(tmp_path / "a.npz", adjacency_matrix=matrices, atomcount=sizes, kind=kind)
-    words = [trained / "best.pt", tmp_path / "a.npz", "--labels", "kind"]
-    rows, said = predict(tmp_path / "a.csv", *words)
-
-    split = np.load(trained / "split.npz")["split"]
-    parts = [script.PARTS[split[i]] if i < SETS else "" for i in ids]
-    assert [row["part"] for row in rows] == parts
-    count = parts.count("train")
-    assert f"{count} of {len(ids)} sets are in the train part of the run" in said
-    tested = [row for row in rows if row["part"] in ("", "test")]
-    assert f"kind: {len(tested)} of the {len(ids)} sets with a label are neither" in said
-    if tested:
-        accuracy = np.mean([row["kind"] == row["kind_label"] for row in tested])
-        assert f"accuracy={accuracy:.4f}" in said
-
-
-def test_what_cannot_be_predicted(trained, stores, tmp_path):
-    new = stores["more.zarr"]
-    other = write(tmp_path / "other.npz", kind=np.arange(SETS) + 3)
-    bad = write(tmp_path / "bad.npz", kind=np.full(SETS, 0.5))
+def test_what_cannot_be_predicted(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "new.npz")
+    write(tmp_path / "other.npz", kind=np.arange(SETS) + 3)
     (tmp_path / "text.pt").write_text("no network")
-    (tmp_path / "there.csv").touch()
-    best = trained / "best.pt"
-    state = torch.load(best, weights_only=True)
+    state = torch.load(shutil.copy(trained / "best.pt", tmp_path), weights_only=True)
     state["args"]["data_hash"] = "of other data"
     torch.save(state, tmp_path / "changed.pt")
-    wrong = {
-        "text.pt: UnpicklingError; expected best.pt, step_N.pt or": [tmp_path / "text.pt", new],
-        "there.csv exists: expected a new file": [best, new, "--out", tmp_path / "there.csv"],
-        "are of SETS, and none are given": [best, "--labels", "kind"],
-        "the network has kind, flat, root": [best, new, "--labels", "x"],
-        "knows 3, 7, but not 10: leave out --labels kind": [best, other, "--labels", "kind"],
-        "bad.npz: set 0: kind is 0.5": [best, bad, "--labels", "kind"],
-        "changed since the network was trained": [tmp_path / "changed.pt"],
-    }
-    for text, words in wrong.items():
-        options = [] if "--out" in words else ["--out", tmp_path / "d.csv"]
-        said = call_script("tools/predict_causal_sets", *words, *options, status=2)
-        assert text in said
-        lines = [line for line in said.splitlines() if not line.startswith("WARNING")]
-        assert len(lines) == (21 if "bad.npz" in text else 1)
-    assert not (tmp_path / "d.csv").exists()
+    for words, said in UNPREDICTABLE.items():
+        check_refusal(f"predict_causal_sets --out=new.csv {words}", said)
 
 
 # ---- Theory --------------------------------------------------------------------------------------
 
 KINDS = [*make.KINDS, "curved"]
 INTERVALS = [script.STATISTICS.index(f"intervals_of_{k}") for k in range(11)]
-
-
-def matrix_of(packed, n):
-    return np.unpackbits(packed, axis=1, count=n, bitorder="little").T
 
 
 def make_sets(kind, n, count=1, more=""):
@@ -499,14 +432,11 @@ def test_sprinklings_have_as_many_intervals_as_theory_says():
     assert_mean(np.array(found)[:, INTERVALS], expected, 0.05)
 
 
-def test_large_sets_are_made_without_a_matrix_and_intervals_counted_in_a_sample():
+def test_intervals_of_large_sets_are_counted_in_a_sample():
     n = 8000
     shares = []
     for seed in range(5):
-        tracemalloc.start()
         [(links, *_)] = make_sets("mink2", n, more=f"--layout=links --seed={seed}")
-        assert tracemalloc.get_traced_memory()[1] < n * n / 2  # bytes, at the peak
-        tracemalloc.stop()
         assert len(links) == pytest.approx((n + 1) * sum(1 / np.arange(1, n + 1)) - 2 * n, rel=0.05)
         numbers = script.describe({"link_pairs": links, "atomcount": n})["statistics"]
         shares.append(numbers[INTERVALS][0] / len(links))
