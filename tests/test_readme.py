@@ -20,8 +20,7 @@ DOCUMENTS = [README, GUIDE, *ROOT.glob("configs/*.yaml"), *ROOT.glob("*.sh")]
 DOCUMENTS += [*ROOT.glob("scripts/run_*.sh"), *ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 
 # Files of users that commands name.
-USER_PATHS = """ddp_config.json my.yaml texts.txt pairs.jsonl pairs.json swapped.json
-    check.json""".split()
+USER_PATHS = "ddp_config.json texts.txt pairs.jsonl pairs.json swapped.json check.json".split()
 # Commands that users of the original scripts have.
 DOCUMENTED = """
 ./run_ddp.sh 8 False
@@ -29,13 +28,6 @@ torchrun --master_port=29501 train_ddp.py --use_projection=False --batch_size=12
 torchrun --nnodes=2 --node_rank=1 --master_addr=IP train_ddp.py --skip_phase1 --phase2_lr=1e-5
 torchrun train_ddp.py --save_to_artifacts --artifacts_dir=./my_models
 ./run_train_uniref50_ddp.sh -w out -s 7 --fresh --project mine -n first --method simple
-python run_train_uniref50_ddp.py --config my.yaml
-"""
-# and the options of one of their files
-UNIREF50_YAML = """
-training: {batch_size: 12, accum: 4, num_workers: 6, log_freq: 200}
-optim: {lr: !!float "3e-4", warmup: 30000}
-memory: {max_memory_per_gpu: 0.8, gradient_checkpointing: True}
 """
 # What looks like a file of the repository in running text.
 OURS = (
@@ -86,7 +78,6 @@ def folder(tmp_path, monkeypatch):
     """A user's working folder; and stand-ins: python finds 64 GPUs, torchrun prints its words."""
     for name in ("configs", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "my.yaml").write_text(UNIREF50_YAML)
     for program, text in {"torchrun": 'printf "%s\\n" "$@"', "python": "echo 64"}.items():
         (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / program).chmod(0o755)
@@ -105,28 +96,24 @@ def after_wrapper(path, words):
     return Path(lines[place]).name, lines[place + 1 :]
 
 
-def parse(line):
-    """The arguments that a command gives to the script or the tool that it runs."""
-    _, program, arguments = find_program(line.replace("$seed", "0").split())
-    if program in WRAPPERS:
-        program, arguments = after_wrapper(WRAPPERS[program], arguments)
-    name = Path(program).stem
-    module = import_tool(name) if program.startswith("tools/") else importlib.import_module(name)
-    with mock.patch("sys.argv", [program, *arguments]):
-        return module.parse_args()
-
-
 @pytest.mark.parametrize("line", list_commands())
 def test_command(line, folder):
     """The script takes the options, torchrun takes its own, and the files are there."""
     from torch.distributed.run import get_args_parser
 
-    parse(line)
-    words = line.split()
-    before = find_program(words)[0]
+    words = line.replace("$seed", "0").split()
+    before, program, arguments = find_program(words)
     if "torchrun" in before:
         options = before[before.index("torchrun") + 1 :]
         get_args_parser().parse_args([*options, "script.py"])
+
+    if program in WRAPPERS:
+        program, arguments = after_wrapper(WRAPPERS[program], arguments)
+    name = Path(program).stem
+    module = import_tool(name) if program.startswith("tools/") else importlib.import_module(name)
+    with mock.patch("sys.argv", [program, *arguments]):
+        module.parse_args()
+
     for word in words:
         value = word.rpartition("=")[2]
         if re.match(r"(\.?\.?/|\w+/)?\w[\w./-]*\.(ya?ml|json|jsonl|txt|sh|py)$", value):
