@@ -5,7 +5,6 @@ import gzip
 import re
 import sys
 from argparse import Namespace
-from unittest import mock
 
 import gemmi
 import numpy as np
@@ -14,38 +13,11 @@ import pytest
 import torch
 from helpers import ROOT, call_script, check_refused, import_tool, parse_arguments
 from scipy.stats import spearmanr
-from torch.utils.flop_counter import FlopCounterMode
 
 import run_dpo_ddp as script
 
 RELEASED = ROOT / "data" / "dpo" / "soluble_model_weights" / "v_48_020.pt"
 LETTERS = np.array(list(script.ALPHABET))
-CHAINS = "--design_chains A B --fixed_chains C"
-
-
-def network():
-    return script.read_model(RELEASED)
-
-
-def backbone(length):
-    """Coordinates, residue_index and chain_index of a protein, which is cut."""
-    chain = script.read_structure(f"{ROOT}/data/dpo/1AKE_A.pdb.gz", {})[0]["A"]
-    return chain.coords[:length], chain.residue_index[:length], np.zeros(length, int)
-
-
-def inputs(part, sequences, decode_rank, k=48):
-    """What the network wants of a Batch."""
-    features = script.featurize(*part, k)
-    source = torch.arange(len(features["atoms"]))
-    return Namespace(**features, source=source, letters=sequences, decode_rank=decode_rank)
-
-
-def letters(versions, length, seed=0):
-    return torch.randint(0, 20, (versions, length), generator=torch.Generator().manual_seed(seed))
-
-
-def order(length, seed=0):
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 def official_network(path):
@@ -80,7 +52,7 @@ def test_equals_the_official_network(length, dtype, tmp_path):
     given[0] = given[0].to(dtype)
     sequence = given[1][0]
     whole = given[2][0] == 1
-    ranks = order(len(whole))
+    ranks = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
     decoding = {"use_input_decoding_order": True, "decoding_order": ranks.argsort()[None]}
     expected = official(*given, None, **decoding)[0, whole]
 
@@ -91,9 +63,11 @@ def test_equals_the_official_network(length, dtype, tmp_path):
     is_there = np.isfinite(coords).all(axis=(1, 2))
     part = [array[is_there][: whole.sum()] for array in (coords, joined.residue_index, chain)]
     assert sequence[whole].tolist() == joined.letters[is_there][: whole.sum()].tolist()
-    ours = network().to(dtype)
-    among = ranks[whole].argsort().argsort()  # ranks among those that are there
-    found = ours(inputs(part, sequence[whole][None], among)).log_softmax(-1)[0]
+    batch = Namespace(**script.featurize(*part, k=48), letters=sequence[whole][None])
+    batch.source = torch.arange(len(batch.atoms))
+    batch.decode_rank = ranks[whole].argsort().argsort()  # ranks among those that are there
+    ours = script.read_model(RELEASED).to(dtype)
+    found = ours(batch).log_softmax(-1)[0]
     limit, closeness = (1e-12, 1e-10) if dtype == torch.float64 else (1e-4, 1e-3)
     assert (found - expected).abs().max() < limit
     own = sequence[whole][:, None]
@@ -111,24 +85,6 @@ def test_equals_the_official_network(length, dtype, tmp_path):
     assert not theirs
 
 
-def test_work_is_done_once():
-    """Products of the trained network on a pair, per edge, in units of 128 x 128: forward 3.2 + 1
-    (edges), 3 x 5 (encoder), 3 (decoder, per structure), 2 x 3 (per sequence); backward twice that.
-    As written in the paper it is 2 x 52 forward and 2 x 104 backward."""
-    model = network()
-    with FlopCounterMode(display=False) as counter:
-        model(inputs(backbone(50), letters(2, 50), order(50))).sum().backward()
-    units = counter.get_total_flops() / (2 * 128 * 128 * 50 * 48)
-    assert 75 < units < 86 + 8, units  # 85 and the nodes
-
-    # sixteen pairs on this backbone share the edges and the encoder
-    pairs = inputs(backbone(50), letters(2, 16 * 50), order(50).repeat(16))
-    pairs.source = pairs.source.repeat(16)
-    with FlopCounterMode(display=False) as of_sixteen:
-        model(pairs).sum().backward()
-    assert of_sixteen.get_total_flops() < 0.35 * 16 * counter.get_total_flops()
-
-
 def test_which_weights(tmp_path):
     """Those shipped, or a file with its own number of neighbors; else it says what is wrong."""
     shipped, reference = script.load_networks(parse_arguments(script))
@@ -137,8 +93,8 @@ def test_which_weights(tmp_path):
     weights = shipped.state_dict()
     path = tmp_path / "other.pt"
     torch.save({"num_edges": 32, "model_state_dict": weights}, path)
-    options = [f"--base_model_dir={tmp_path}", "--base_model_name"]
-    found, _ = script.load_networks(parse_arguments(script, *options, "other.pt"))
+    options = [f"--base_model_dir={tmp_path}", "--base_model_name=other.pt"]
+    found, _ = script.load_networks(parse_arguments(script, *options))
     assert found.k_neighbors == 32
     assert found.W_out.weight.equal(shipped.W_out.weight)
     args = parse_arguments(script, f"--reference={path}")
@@ -146,14 +102,8 @@ def test_which_weights(tmp_path):
 
     ca_only = {**weights, "features.edge_embedding.weight": torch.zeros(128, 167)}
     torch.save({"num_edges": 32, "model_state_dict": ca_only}, path)
-    torch.save({"model_state_dict": weights}, tmp_path / "bare.pt")
-    (tmp_path / "empty.pt").touch()
-    reasons = {"other": "128, 167", "bare": "num_edges", "empty": ""}
-    for name, reason in reasons.items():
-        text = f"^.*/{name}.pt: .*{reason}.*; expected .* or weights of ProteinMPNN, .*"
-        check_refused(text, script.load_networks, parse_arguments(script, *options, name))
-    gone = parse_arguments(script, *options, "gone")
-    check_refused("/gone.pt: there is no such file$", script.load_networks, gone)
+    text = "^.*/other.pt: .*128, 167.*; expected .* or weights of ProteinMPNN, .*"
+    check_refused(text, script.load_networks, parse_arguments(script, *options))
 
 
 def settings(kind, temperature=1.0, sft_weight=0.0):
@@ -186,13 +136,11 @@ def test_log_ratios_have_no_floor_and_are_exact_in_float32():
     assert abs(found["rewards/chosen"].item() / 0.3 - chosen) < 1e-6
     assert found["rewards/rejected"].item() / 0.3 == pytest.approx(rejected.item(), rel=1e-6)
     assert rejected < -600
-    plain = new[0].sum() - old[0].sum()
-    assert abs(plain - chosen) > 1e-4, "float32 alone would do"
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_what_a_batch_adds_to_the_loss(kind):
-    """Its part of the whole, by weights. SFT term and IPO are per residue; a tie is half right."""
+    """Its part of the whole, by weights. SFT term and IPO are per residue."""
     rng = torch.Generator().manual_seed(2)
     logits, before = torch.randn(2, 2, 8, 21, generator=rng)
     sequences = torch.randint(0, 20, (2, 8), generator=rng)
@@ -229,9 +177,6 @@ def test_what_a_batch_adds_to_the_loss(kind):
     assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
     means = [expected[name].sum().item() / 4 for name in script.LOGGED]
     assert shown.tolist() == pytest.approx(means, rel=1e-5)
-    logp = script.log_probabilities(logits, sequences)
-    _, shown = script.batch_loss(args, logits, logp, batch)
-    assert shown[1].item() == 0.5 * 2 / 4
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +220,7 @@ def test_sequences_are_scored_as_the_official_program_scores_them(folder, tmp_pa
     table[["pdb_file", "design_chains", "fixed_chains", "mutable_ranges"]] = fields
     table["ddg"] = [0.3, -1, np.nan, 0.3, 2, 1.5]  # rho is of those with a number
     table.to_csv(folder / "variants.csv", index=False)
-    words = [RELEASED, folder / "variants.csv", f"--reference={folder}/changed.pt", "--orders=2"]
+    words = [RELEASED, folder / "variants.csv", f"--reference={folder}/changed.pt", "--orders=5"]
     said = call_script("tools/score_dpo", *words, "--score=ddg", f"--out={tmp_path}/scores.csv")
     found = pandas.read_csv(tmp_path / "scores.csv")
     assert (tmp_path / found["pdb_file"][0]).resolve() == folder / "trimer.pdb"
@@ -286,8 +231,8 @@ def test_sequences_are_scored_as_the_official_program_scores_them(folder, tmp_pa
     expected = {}
     for who, path in {"network": RELEASED, "reference": folder / "changed.pt"}.items():
         network = official_network(path)
-        scores = expected[f"{who}_logp_per_residue"] = np.zeros((6, 2))
-        for line, number in np.ndindex(6, 2):
+        scores = expected[f"{who}_logp_per_residue"] = np.zeros((6, 5))
+        for line, number in np.ndindex(6, 5):  # 30: two forward passes of ours
             whole[1][0, :92] = torch.from_numpy(sequences[line])
             designed = torch.isin(torch.arange(138), torch.from_numpy(mutable))
             order = script.decode_ranks(designed, number).argsort()[None]
@@ -297,11 +242,12 @@ def test_sequences_are_scored_as_the_official_program_scores_them(folder, tmp_pa
     expected["difference"] = np.subtract(*expected.values())
     for name, scores in expected.items():
         assert np.abs(found[name] - scores.mean(1)).max() < 3e-5
-        assert np.abs(found[f"{name}_error"] - np.abs(scores[:, 0] - scores[:, 1]) / 2).max() < 3e-5
+        error = scores.std(1, ddof=1) / 5**0.5
+        assert np.abs(found[f"{name}_error"] - error).max() < 3e-5
         rho = spearmanr(found[name], found["ddg"], nan_policy="omit").statistic
-        error = (1 - rho**2) * np.sqrt((1 + rho**2 / 2) / 2)
+        rho_error = (1 - rho**2) * np.sqrt((1 + rho**2 / 2) / 2)
         numbers = re.search(rf"^{name} +(.*)", said, re.MULTILINE)[1].split()
-        assert np.allclose(np.array(numbers, float), [scores.mean(), rho, error], atol=1e-4)
+        assert np.allclose(np.array(numbers, float), [scores.mean(), rho, rho_error], atol=1e-4)
     assert "with ddg, of 5 sequences" in said
 
 
@@ -311,7 +257,8 @@ def test_letters_are_drawn_as_the_official_program_draws_them(tied, folder, monk
     """From the same probabilities, in the same order, after the same letters: as `sample`, or
     `tied_sample`. Another sequence is drawn beside it."""
     design = import_tool("design_dpo")
-    words = f"{RELEASED} {folder}/trimer.pdb {CHAINS} --omit=MC --bias K=0.5 e=-0.7".split()
+    words = f"""{RELEASED} {folder}/trimer.pdb --design_chains A B --fixed_chains C
+        --omit=MC --bias K=0.5 e=-0.7""".split()
     args = parse_arguments(design, *words)
     args.tied = tied
     target = design.Target(args, args.pdb_file[0])
@@ -325,13 +272,6 @@ def test_letters_are_drawn_as_the_official_program_draws_them(tied, folder, monk
     inputs = (target.features(network), native, target.designed, target.members, ranks, bias)
     generator = torch.Generator().manual_seed(1)
     drawn, decode_rank = design.decode(network, *inputs, 0.7, generator)
-    encode = mock.Mock(side_effect=network.encode)
-    monkeypatch.setattr(network, "encode", encode)
-    together = design.score_sequences(network, target, drawn, decode_rank)
-    encode.assert_called_once()  # the backbone of both
-    monkeypatch.setattr(import_tool("score_dpo"), "BATCH_RESIDUES", 1)  # each alone
-    alone = design.score_sequences(network, target, drawn, decode_rank)
-    assert (together - alone).abs().max() < 1e-5
     drawn, decode_rank = drawn[0], decode_rank[0]
     assert torch.equal(drawn[:46], drawn[46:92]) == bool(tied)
 
@@ -362,21 +302,11 @@ def test_several_structures_with_positions_of_the_file(tmp_path):
     paths = [f"{ROOT}/data/dpo/{name}.pdb.gz" for name in ("1ORC_A", "1UBI_A")]
     options = ["--temperature=5", "--omit=cDEFHIKLMNPQRSTVWY", "--mutable_positions"]
     words = [RELEASED, *paths, *options, "A40", "--mutable_ranges", "A5-A9"]
-    said = call_script("tools/design_dpo", *words, "--out", tmp_path / "both")
+    call_script("tools/design_dpo", *words, "--out", tmp_path / "both")
     words = [RELEASED, paths[1], *options, "39", "--mutable_ranges", "4-8"]
-    alone = call_script("tools/design_dpo", *words, "--out", tmp_path / "alone")
+    call_script("tools/design_dpo", *words, "--out", tmp_path / "alone")
     texts = [(tmp_path / f"{name}.fasta").read_text() for name in ("both", "alone")]
     assert texts[0].endswith(texts[1]) and len(texts[0].splitlines()) == 36
-    assert alone.splitlines()[:2] == said.splitlines()[2:4]
 
     table = pandas.read_csv(tmp_path / "both.csv")
-    assert set(table["mutable_ranges"]) == {'[["A5", "A9"]]'}
-    assert set(table["mutable_positions"]) == {'["A40"]'}
     assert set("".join(sequence[4:9] for sequence in table["sequence"][8:])) == set("AG")
-
-    structure = gemmi.read_structure(paths[0])
-    structure[0]["A"][1].het_flag = "H"  # such a residue is left out
-    structure.write_pdb(f"{tmp_path}/odd.pdb")
-    chains, _ = script.read_structure(f"{tmp_path}/odd.pdb", collections.defaultdict(list))
-    labels = chains["A"].labels.tolist()
-    assert "A4" not in labels and labels.index("A56B") == 54  # B: an insertion code
