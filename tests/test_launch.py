@@ -3,7 +3,6 @@ fewest imports, as the lines that launch are the same in all."""
 
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -35,9 +34,7 @@ def reading(endless):
 def check_ranks(text, world_size):
     """Each has its own number, and all have met."""
     for number in range(world_size):
-        assert text.count(f"[RANK {number}] ") > 1
         assert text.count(f"Process {number}/{world_size} started") == 1
-        assert text.count(f"Initializing DDP for rank {number}...") == 1
     assert text.count(f"{world_size} ranks, gloo on cpu") == 1
     assert text.count("The data are read") == 1
 
@@ -102,21 +99,10 @@ def test_no_rank_ends_while_rank_0_writes(server, tmp_path):
     assert set(server.wait()) == {0}
 
 
-OPEN_MPI = "--allow-run-as-root --oversubscribe --bind-to none --mca plm isolated -n 2"
-LAUNCHERS = {
-    "Open MPI": f"mpiexec.openmpi {OPEN_MPI} {sys.executable}",
-    "MPICH": f"mpiexec.hydra -n 2 -ppn 2 {sys.executable}",
-    # it gives --local-rank to each rank
-    "torch": f"{sys.executable} -m torch.distributed.launch --standalone --nproc_per_node=2",
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launcher(launcher, start, reading):
-    words = LAUNCHERS[launcher].split()
-    if shutil.which(words[0]) is None:
-        pytest.skip(f"{words[0]} is not installed")
-    job = start([*words, *reading], MASTER_PORT=free_port())
+def test_torch_distributed_launch(start, reading):
+    """It gives --local-rank to each rank."""
+    launch = "-m torch.distributed.launch --standalone --nproc_per_node=2".split()
+    job = start([sys.executable, *launch, *reading])
     assert job.wait() == 0, job.text
     check_ranks(job.text, 2)
 
