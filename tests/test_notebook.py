@@ -1,5 +1,5 @@
-"""docs/quantumgrav_example.ipynb runs from top to bottom, and leaves nothing behind. (To write its
-outputs anew: `jupyter execute --inplace docs/quantumgrav_example.ipynb`)"""
+"""docs/quantumgrav_example.ipynb runs from top to bottom. (To write its outputs anew:
+`jupyter execute --inplace docs/quantumgrav_example.ipynb`)"""
 
 import copy
 import re
@@ -31,5 +31,3 @@ def test_notebook_runs(tmp_path, monkeypatch, request):
     place = {"metadata": {"path": str(docs)}}
     nbclient.NotebookClient(notebook, timeout=300, resources=place).execute()
     assert same.outputs == written
-    left = {path.name.split("_")[0] for path in (tmp_path / "TMPDIR").iterdir()}
-    assert left <= {"torchelastic", "torchinductor"}  # PyTorch leaves empty folders of these names

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from unittest import mock
 
 import torch
@@ -33,10 +32,7 @@ def test_two_processes(tmp_path):
         assert checks[name] == "OK", output
     results = json.loads(path.read_text())
     assert {check["name"]: check["status"] for check in results["checks"]} == checks
-    measured = results["measured"]
-    assert [row["bytes"] for row in measured["all_reduce"]] == program.SIZES
-    speedup = 2 * measured["step"]["alone"] / measured["step"]["together"]
-    assert f"2 ranks do {speedup:.2f} times the work of one" in output
+    assert [row["bytes"] for row in results["measured"]["all_reduce"]] == program.SIZES
 
 
 def test_one_process():
@@ -56,14 +52,10 @@ def test_a_sum_that_is_wrong(server, tmp_path):
     assert server.text.count("FAIL  sums: rank 1: 1 + ... + 2 is 4, not 3;") == 1
 
 
-def test_warnings(group, monkeypatch):
-    """Other versions, little shared memory."""
+def test_other_versions(group, monkeypatch):
     for version, status in [("2.10.1", "FAIL"), ("2.11.0", "OK"), ("2.14.0+cpu", "WARN")]:
         monkeypatch.setattr(torch, "__version__", version)
         assert program.check_versions(None, CPU)[0] == status
-    for free, status in [(2e9, "OK"), (64e6, "WARN")]:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: mock.Mock(free=free))
-        assert program.check_shared_memory(None, CPU)[0] == status
 
 
 def all_wrong_alike(model):
@@ -83,7 +75,6 @@ def judge():
     replace = mock.patch.object
     broken = [
         (program.check_versions, replace(torch, "__version__", f"2.12.{program.dist.get_rank()}")),
-        (program.check_sums, replace(program.dist, "all_reduce")),
         (program.check_DDP_step, replace(program, "DistributedDataParallel", lambda model: model)),
         (program.check_DDP_step, replace(program, "DistributedDataParallel", all_wrong_alike)),
         (program.check_DDP_step, replace(torch.optim.SGD, "step", add_noise_of_rank)),
