@@ -399,7 +399,7 @@ REFUSED_EARLY = {  # options; what is said, before the teacher reads, which take
     "--phase1_weights=a.pt": "--phase1_weights is for --skip_phase1",
     "--skip_phase1 --skip_phase2": "--skip_phase2 together leave nothing to train",
     "--teacher_query_prompt=q:": "--teacher_query_prompt: builtin:lsa is no network",
-    "--max_samples_phase2=12 --global_batch_size=64": "to 12 (to train on)",
+    "--max_samples_phase2=12 --global_batch_size=64": "must be from 8 .* to 10",
     "--teacher_model=./gone": "--teacher_model ./gone: there is no such file or folder",
     "--teacher_model=gone.parquet": "--teacher_model gone.parquet: there is no such file",
     "--skip_phase1 --phase1_weights=gone.pt": "--phase1_weights gone.pt: there is no such file",
