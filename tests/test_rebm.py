@@ -1,12 +1,11 @@
-"""run_train_rebm_ddp.py and its tools: known answers, and runs. (How it reads images:
-test_rebm_images.py.)"""
+"""run_train_rebm_ddp.py and its tools: known answers, and runs. (Images: test_rebm_images.py.)"""
 
 import json
 import math
 import os
-import re
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, call_script, check_refused, import_tool, parse_arguments, write_digits
+from helpers import ROOT, call_script, check_refusal, check_refused, import_tool, parse_arguments
 from PIL import Image
-from runs import COMMON, TINY, differences
+from runs import Task, differences
 from sklearn.metrics import roc_auc_score
 
 import run_train_rebm_ddp as script
@@ -30,10 +29,17 @@ arguments = partial(parse_arguments, script)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """The options of a run of a second: seven steps of stage 1, and 14 of stage 2."""
-    folder = tmp_path_factory.mktemp("rebm")
-    return [*COMMON, *TINY["run_train_rebm_ddp"](folder, less=250)]
+def task(tmp_path_factory, server):
+    """A run of a second: seven steps of stage 1, and 14 of stage 2."""
+    return Task(script.__name__, tmp_path_factory.mktemp("rebm"), server, less=250)
+
+
+@pytest.fixture
+def digits(task):
+    """(arguments of the run, its images, its OOD images)"""
+    args = arguments(*task.argv)
+    indist = script.Images(script.prepare(args, args.data))
+    return args, indist, script.Images(script.prepare(args, args.outdist_data, indist))
 
 
 def small_network(*options):
@@ -44,13 +50,6 @@ def small_network(*options):
 def start_networks(*options):
     indist = SimpleNamespace(classes=list("0123456789"), shape=(1, 8))
     return script.start_networks(arguments(*options), CPU, indist, None)
-
-
-def read_digits(small):
-    """(arguments, images, OOD images)"""
-    args = arguments(*small)
-    indist = script.Images(script.prepare(args, args.data))
-    return args, indist, script.Images(script.prepare(args, args.outdist_data, indist))
 
 
 def plain_wide_resnet(weights, x):
@@ -112,16 +111,14 @@ def test_weights_load_by_name(tmp_path):
         script.read_weights(path, model)
         assert not differences(state, model.state_dict()), form
 
-    torch.save({**forms["ours"], "data": {"classes": ["b", "a"]}}, path)
-    check_refused("weights.pth: its classes are b, a", script.read_weights, path, model, ["a", "b"])
     wrong = {
+        "its classes are b, a": {**forms["ours"], "data": {"classes": ["b", "a"]}},
         "13. weights do not fit, such as conv1.weight, bl.*; expected": {"net.0": torch.zeros(3)},
         r"1 .*mismatch for fc.bias: .*\[3\].*\[10\]": {**state, "fc.bias": torch.zeros(3)},
-        "no tensors by name can be read; expected best.pt, step_N.pt": [1, 2],
     }
     for message, content in wrong.items():
         torch.save(content, path)
-        check_refused(f"weights.pth: {message}", script.read_weights, path, model)
+        check_refused(f"weights.pth: {message}", script.read_weights, path, model, ["a", "b"])
     path.write_text("lr: 1e-3")
     wrong = {path: "no tensors", tmp_path: "is a folder", tmp_path / "a": "there is no such file"}
     for other, message in wrong.items():
@@ -138,13 +135,9 @@ def test_the_attacked_network_has_the_trained_weights(group, precision):
     assert any(p.dtype == torch.bfloat16 for p in frozen.parameters()) == (precision == "bf16")
     x = torch.rand(8, 1, 8, 8)
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.01
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with autocast():
-        images = (255 * x).byte()
-        batch = script.Batch(torch.arange(8), images, torch.arange(8))
+        batch = script.Batch(torch.arange(8), (255 * x).byte(), torch.arange(8))
         script.batch_losses(args, networks, batch, 0)
     script.update_frozen(networks)
     assert not differences(before, model.state_dict())
@@ -223,16 +216,6 @@ def test_the_average_of_the_weights():
     assert ema_model.bn1.num_batches_tracked == 0
 
 
-def test_samples_of_few_images(small, tmp_path):
-    """Ten in each column, even where there are fewer OOD images than columns."""
-    args, indist, outdist = read_digits(small)
-    outdist.split[outdist.part(script.VALID)[3:]] = script.UNUSED
-    network = small_network()
-    script.draw_samples(args, tmp_path / "a.png", network, indist, outdist, CPU)
-    columns = min(10, len(indist.classes))
-    assert Image.open(tmp_path / "a.png").size == (8 * columns, 80)
-
-
 def test_the_best_weights():
     """Those of the longest attack, then of the highest accuracy under attack, then without."""
     loop = {"step": 1, "best": {}}
@@ -244,9 +227,9 @@ def test_the_best_weights():
     assert (loop["best"]["dat"]["T"], loop["best"]["dat"]["value"]) == (5, 0)
 
 
-def test_images_are_drawn_to_train_on(small):
+def test_images_are_drawn_to_train_on(digits):
     """Anew in each step, and of the training part alone."""
-    args, indist, outdist = read_digits(small)
+    args, indist, outdist = digits
     data = script.TrainingData(args, indist, outdist, "dat")
     ids = indist.part(script.TRAIN)[:24]
     batch = data[5, ids, np.arange(24)]
@@ -258,12 +241,11 @@ def test_images_are_drawn_to_train_on(small):
         assert {image.numpy().tobytes() for image in drawn} <= known
 
 
-def test_the_length_of_the_attack(small, tmp_path, server):
+def test_the_length_of_the_attack(task, tmp_path):
     """T grows when the mean AUC of the last two steps, both finite and with this T, is high."""
-    options = [*small, "AUC_th=0.7", "attack.max_steps=5", "min_imgs_per_threshold=48"]
+    options = ["AUC_th=0.7", "attack.max_steps=5", "min_imgs_per_threshold=48"]
     faults = [[0, 14, "multiply", math.nan], [0, 15, "multiply", 1]]
-    run = server.run("run_train_rebm_ddp", options, tmp_path / "out", 2, faults)
-    assert run.statuses == [0, 0], run.text[-3000:]
+    run = task.run(tmp_path / "out", *options, faults=faults)
     rows = [row for row in run.rows if "T" in row]
     T = 0
     window = []
@@ -278,16 +260,13 @@ def test_the_length_of_the_attack(small, tmp_path, server):
     assert (run.state["loop"]["T"], len(run.state["loop"]["aucs"])) == (T, len(window))
 
 
-def test_stages_in_two_runs(small, tmp_path, server, group, monkeypatch):
+def test_stages_in_two_runs(task, digits, tmp_path, group, monkeypatch):
     """Validation is in fp32, also where training is not. Stage 2 starts from the given weights, and
     freezes the statistics of batch normalization."""
     steps = ["--attack_max_steps=0", "--indist_attack_clf_max_steps=0"]
-    wide = [*small, WIDE, "--global_batch_size=100", *steps]
-    options = [*wide, "--total_epochs=0", "--precision=bf16"]
-    at = server.run("run_train_rebm_ddp", options, tmp_path / "at", 1)
-    assert at.statuses == [0], at.text[-3000:]
-    assert ", commonest class 0." in at.text
-    args, indist, _ = read_digits(small)
+    wide = [WIDE, "--global_batch_size=100", *steps]
+    at = task.run(tmp_path / "at", *wide, "--total_epochs=0", "--precision=bf16", ranks=1)
+    args, indist, _ = digits
     model = small_network(WIDE)
     at_best = script.read_weights(at.folder / "at_best.pt", model)
     best = script.read_weights(at.folder / "best.pt", model)
@@ -295,10 +274,8 @@ def test_stages_in_two_runs(small, tmp_path, server, group, monkeypatch):
     for name, value in script.evaluate(args, model.eval(), indist, CPU).items():
         assert at.rows[-1][f"val/at/{name}"] == pytest.approx(value, rel=1e-5), name
 
-    options = [*wide, "--at_epochs=0", "--total_epochs=1", f"--ckpt_path={at.folder}/best.pt"]
-    dat = server.run("run_train_rebm_ddp", options, tmp_path / "dat", 2)
-    assert dat.statuses == [0, 0], dat.text[-3000:]
-    state = dat.state["model"]
+    more = ["--at_epochs=0", "--total_epochs=1", f"--ckpt_path={at.folder}/best.pt"]
+    state = task.run(tmp_path / "dat", *wide, *more).state["model"]
     assert torch.equal(best["bn1.running_mean"], state["bn1.running_mean"])
     assert not torch.equal(best["bn1.weight"], state["bn1.weight"])
 
@@ -322,10 +299,8 @@ def test_the_commands_of_the_original():
 def test_options_that_cannot_be():
     wrong = {
         "at_epochs=0": "and --ckpt_path to start from",
-        "at_epochs=0 total_epochs=0 ckpt_path=a.pt": "give --total_epochs",
         "use_ema=True fp16=True": "unrecognized .*; fp16 is precision here; use_ema is ema here",
         "attack.lr=0.5": "unrecognized arguments: --attack_lr=0.5",  # it was --lr
-        "sed=3": "unrecognized arguments: --sed=3",
         "indist_attack_clf.norm=Linf": "0.5 in Linf makes any image grey",
     }
     for option, said in wrong.items():
@@ -347,139 +322,128 @@ def test_a_first_step_that_is_skipped_leaves_no_trace():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, server):
+    """The folder of a run, out/, its data, digits.npz, and the first of the test, 0.png, ..."""
     folder = tmp_path_factory.mktemp("tools")
-    options = [*COMMON, *TINY["run_train_rebm_ddp"](folder), "--at_epochs=8", "--batch_size=24"]
-    call_script("run_train_rebm_ddp", *options, f"--output_dir={folder}/out")
+    task = Task(script.__name__, folder, server, "--at_epochs=8", "--batch_size=24")
+    task.run(folder / "out", ranks=1)
+    for i, image in enumerate(np.load(folder / "digits.npz")["x_test"][:20]):
+        Image.fromarray(image).save(folder / f"{i}.png")
     return folder
 
 
-def save_pictures(trained, folder, count):
-    """(images, labels, files) of the first of the test."""
-    data = np.load(trained / "digits.npz")
-    images, labels = data["x_test"][:count], data["y_test"][:count]
-    paths = [folder / f"{i}.png" for i in range(count)]
-    for path, image in zip(paths, images, strict=True):
-        Image.fromarray(image).save(path)
-    return images, labels, paths
+def test_a_network_is_measured(trained, tmp_path, monkeypatch):
+    """Accuracy under attack falls with the radius, to 0. Weights alone, as others release them, and
+    under DDP's names, have the same figures."""
+    monkeypatch.chdir(tmp_path)
+    best = trained / "out/best.pt"
+    state = torch.load(best)["ema_model"]
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, "a.pth")
+    options = "--radii 0.1 0.5 6 --attack_steps=10 --ood_images=100 --outside noise blobs"
+    alone = f"a.pth --model_type=SmallNet --data={trained}/digits.npz --cache_dir=cache"
+    figures = []
+    for name, network in {"ours.json": best, "alone.json": alone}.items():
+        words = f"{network} --out={name} --device=cpu {options}"
+        text = call_script("tools/evaluate_rebm", *words.split())
+        assert f"{name}: of 100 noise, 100 blobs, 60 test images" in text
+        figures.append(json.loads(Path(name).read_text()))
+        del figures[-1]["options"]
 
-
-def test_a_network_is_measured(trained):
-    """Accuracy under attack falls with the radius, to 0."""
-    out = trained / "figures.json"
-    words = [trained / "out/best.pt", "--radii", "0.1", "0.5", "6", "--attack_steps=10"]
-    words += [f"--out={out}", "--ood_images=100", "--device=cpu", "--outside", "noise", "blobs"]
-    text = call_script("tools/evaluate_rebm", *words)
-    assert "figures.json: of 100 noise, 100 blobs, 60 test images" in text
-    found = json.loads(out.read_text())
+    found = figures[0]
     order = [found[name] for name in ("clean", "robust@0.1", "robust@0.5", "robust@6")]
     assert order == sorted(order, reverse=True)
     assert order[0] > 0.5 and order[-1] == 0
-    for kind in script.SYNTHETIC:
-        assert 0 <= found[f"adv_auroc {kind}"] <= found[f"auroc {kind}"] <= 1
     share = found["clean"]
-    expected = math.sqrt(share * (1 - share) / 59)
-    assert found["standard_errors"]["clean"] == pytest.approx(expected)
-    assert found["options"]["attack_steps"] == 10
-    call_script("tools/evaluate_rebm", *words, status=2)  # it does not write over a file
+    assert found["standard_errors"]["clean"] == pytest.approx(math.sqrt(share * (1 - share) / 59))
+    for kind in script.SYNTHETIC:
+        attacked, _ = [own.pop(f"adv_auroc {kind}") for own in figures]  # in the ball of training
+        assert 0 <= attacked <= found[f"auroc {kind}"] <= 1
+    assert found == figures[1]
+
+    check_refusal(f"evaluate_rebm {best} --out=ours.json", "--out ours.json exists")
+    check_refusal(f"evaluate_rebm {best} --norm=L2", "--norm L2: give --radii in this norm")
+    check_refusal("evaluate_rebm a.pth", "a.pth: it is of .*; or weights, --model_type and --data")
 
 
 def test_a_network_generates(trained):
     """Images on which the logit of their class is higher than where they started."""
-    checkpoint = trained / "out/best.pt"
-    words = [checkpoint, f"--out={trained}/samples.png", f"--folder={trained}/samples"]
-    words += ["--num_samples=33", "--steps=4", "--batch_size=7", "--device=cpu"]
-    text = call_script("tools/generate_rebm", *words)
+    words = [f"{trained}/out/best.pt", "--num_samples=33", "--steps=4", "--batch_size=7"]
+    files = [f"--out={trained}/samples.png", f"--folder={trained}/samples", "--device=cpu"]
+    text = call_script("tools/generate_rebm", *words, *files)
     assert "samples.png: 30 of 33 images, 10 classes" in text
-    assert re.search(r"best.pt: of step \d+, T = \d", text)
     paths = sorted((trained / "samples").iterdir())
     made = np.stack([np.asarray(Image.open(path)) for path in paths])
     assert made.shape == (33, 8, 8, 3) and paths[32].name == "000032.png"
     made = made.transpose(0, 3, 1, 2)[:, :1]
-    labels = torch.arange(33) % 10
     # the eighth column has class 7, and the second row its second image, within a line of grey
     shown = np.asarray(Image.open(trained / "samples.png").resize((100, 30), 0))[..., 0]
     assert np.array_equal(shown[11:19, 71:79], made[17, 0])
+    call_script("tools/generate_rebm", *words, *files, status=2)  # it does not write over a file
 
-    given = {"checkpoint": checkpoint, "data": None, "outdist_data": None, "cache_dir": None}
-    args = SimpleNamespace(**given, images=None, to=None, num_samples=33, batch_size=33)
-    args.attack_steps = 4
-    args.radius = math.inf
+    args = parse_arguments(generate, *words, f"--out={trained}/other.png")
     network, state = generate.load_network(args, CPU)
+    # attacks of others call .view on gradients by images: their channels must not be last
+    assert all(weight.is_contiguous() for weight in network.parameters())
     noise = generate.load_images(args, state)[1]["noise"]
-    starts = noise.part(script.TEST)
+    starts = noise.images[noise.part(script.TEST)[:33]]
     found = []
-    for images in (noise.images[starts[:33]], made):
+    for images in (starts, made):
         logits = network(script.pixels(torch.from_numpy(images.copy())))
-        found.append(script.label_logit(logits, labels))
+        found.append(script.label_logit(logits, torch.arange(33) % 10))
     assert (found[1] > found[0]).all()
 
-    few = SimpleNamespace(images=noise.images, part=lambda part: starts[:20])
+    few = SimpleNamespace(images=noise.images, part=lambda part: noise.part(part)[:20])
     args.num_samples = 60
     images, labels, _ = generate.choose_starts(args, state, few)
     several, _ = generate.generate(network, images, labels, args, 0.1)
     assert len(several.flatten(1).unique(dim=0)) == 60, "some are made twice"
-    call_script("tools/generate_rebm", *words, status=2)  # it does not write over a file
 
 
-def test_images_are_led_to_classes(trained, tmp_path):
-    """Each of one's own to each class, within the ball; or to any, where logsumexp is higher."""
-    images, _, paths = save_pictures(trained, tmp_path, 3)
-    words = [trained / "out/best.pt", "--device=cpu", "--images", *paths, "--to"]
-    text = call_script("tools/generate_rebm", *words, "any", f"--out={tmp_path}/any.png")
+def test_images_are_led_to_classes(trained, tmp_path, monkeypatch):
+    """Each of one's own to each class, within the ball; or to any."""
+    monkeypatch.chdir(tmp_path)
+    network = f"{trained}/out/best.pt --device=cpu"
+    words = f"{network} --images {trained}/0.png {trained}/1.png {trained}/2.png --to"
+    text = call_script("tools/generate_rebm", *words.split(), "any", "--out=any.png")
     assert "any.png: 3 of 3 images, 1 classes" in text
-    out = [f"--out={tmp_path}/a.png", f"--folder={tmp_path}/a", "--radius=1"]
-    text = call_script("tools/generate_rebm", *words, "7", "3", *out)
+    own = ["--out=a.png", "--folder=a", "--radius=1"]
+    text = call_script("tools/generate_rebm", *words.split(), "7", "3", *own)
     assert "a.png: 6 of 6 images, 2 classes" in text and "led to: " in text
+    images = np.load(trained / "digits.npz")["x_test"].astype(float)
     for i in range(6):
-        made = np.asarray(Image.open(tmp_path / f"a/{i:06}.png"))[..., 0]
-        distance = np.linalg.norm((made - images[i // 2].astype(float)) / 255)
+        made = np.asarray(Image.open(f"a/{i:06}.png"))[..., 0]
+        distance = np.linalg.norm((made - images[i // 2]) / 255)
         assert 0 < distance <= 1 + 8 / 2 / 255  # they are rounded
-    said = call_script("tools/generate_rebm", *words, "cat", f"--out={tmp_path}/b.png", status=2)
-    assert "--to cat: expected any, or some of 0, 1" in said
-    said = call_script("tools/generate_rebm", *words, "any", "1", status=2)
-    assert "--to any: expected no class beside it" in said
-    (tmp_path / "0.png").write_bytes(b"no picture")
-    said = call_script("tools/generate_rebm", *words, "any", f"--out={tmp_path}/b.png", status=2)
-    assert "cannot identify image file" in said and len(said.splitlines()) == 2
+
+    check_refusal(f"generate_rebm {words} cat", "--to cat: expected any, or some of 0, 1")
+    check_refusal(f"generate_rebm {words} any 1", "--to any: expected no class beside it")
+    Path("bad.png").write_bytes(b"no picture")
+    check_refusal(f"generate_rebm {network} --images bad.png", "cannot identify image file")
 
 
-def test_weights_alone(trained, tmp_path):
-    """As others release them, and under DDP's names: the figures of best.pt."""
-    state = torch.load(trained / "out/best.pt")["ema_model"]
-    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "a.pth")
-    common = [f"--cache_dir={tmp_path}/cache", "--radii=0.3", "--norm=Linf", "--device=cpu"]
-    common += [f"--data={trained}/digits.npz", "--images=40", "--score=softmax", "--ood_images=99"]
-    common += ["--attack_steps=10", "--ood_images=100"]
-    found = []
-    for path, more in {trained / "out/best.pt": [], "a.pth": ["--model_type=SmallNet"]}.items():
-        out = tmp_path / f"{len(more)}.json"
-        call_script("tools/evaluate_rebm", tmp_path / path, *common, *more, f"--out={out}")
-        found.append(json.loads(out.read_text()))
-        del found[-1]["options"], found[-1]["adv_auroc noise"]  # its radius is of the training
-    assert found[0] == found[1]
-    said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", *common, status=2)
-    assert re.search("a.pth: it is .*; expected best.pt, .*; or weights, --model_type and", said)
-    said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", "--norm=L2", status=2)
-    assert "--norm L2: give --radii in this norm" in said
-    words = [*common, "--model_type=WideResNet28x2", f"--out={tmp_path}/b.json"]
-    said = call_script("tools/evaluate_rebm", tmp_path / "a.pth", *words, status=2)
-    assert re.search(r"a.pth: \d+ weights do not fit.*; expected weights of this --model", said)
+def test_other_images_than_those_of_the_run(trained, task, tmp_path, monkeypatch):
+    """Are named, or refused where they do not fit."""
+    monkeypatch.chdir(tmp_path)
+    words = f"{trained}/out/best.pt --steps=1 --device=cpu --cache_dir=cache --num_samples=20"
+    text = call_script("tools/generate_rebm", *words.split(), f"--data={task.folder}/digits.npz")
+    assert "not the images of the run" in text
+    images = np.zeros((60, 8, 8), np.uint8) + np.arange(60, dtype=np.uint8)[:, None, None]
+    np.savez("two.npz", x_train=images, y_train=np.arange(60) % 2)
+    check_refusal(f"generate_rebm {words} --data=two.npz --out=b.png", "network's, 1, 0, 1, 2")
 
 
-def test_attacks_of_others_take_the_network(tmp_path):
-    """They call .view on gradients by images, which must not have channels last, then."""
-    with mock.patch.object(sys, "argv", ["script"]):
-        options = script.parse_args()
-    torch.manual_seed(0)
-    state = {"script": "run_train_rebm_ddp.py", "args": vars(options), "loop": {"step": 1, "T": 0}}
-    state["data"] = {"classes": ["a", "b"], "shape": [3, 20]}
-    state["model"] = script.make_network(options, 2, 3, 20).state_dict()
-    torch.save(state, tmp_path / "a.pt")
-    model, _ = generate.load_network(SimpleNamespace(checkpoint=tmp_path / "a.pt"), CPU)
-    x = torch.rand(4, 3, 20, 20, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(x).sum(), x)
-    assert gradient.view(4, -1).norm(dim=1).min() > 0  # as torchattacks.PGDL2 has it
+def test_pictures_are_classified(trained):
+    """From files, without the data of the run."""
+    data = np.load(trained / "digits.npz")
+    paths = [trained / f"{i}.png" for i in range(20)]
+    names, shares, scores = zip(*evaluate.classify(trained / "out/best.pt", paths), strict=True)
+    assert np.mean(np.array(names) == data["y_test"][:20].astype(str)) > 0.5
+    network = small_network().eval()
+    script.read_weights(trained / "out/best.pt", network)
+    for i, image in enumerate(torch.from_numpy(data["x_test"][:20])):
+        logits = network(script.pixels(image[None, None]))[0]
+        assert logits.softmax(0).max().item() == shares[i]
+        assert logits.logsumexp(0).item() == scores[i]
 
 
 def test_calibration_and_false_positives():
@@ -497,58 +461,22 @@ def test_autoattack(monkeypatch):
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 5))
     x = torch.rand(6, 1, 2, 2)
     labels = network(x).argmax(1)
-
-    class AutoAttack:
-        def __init__(self, model, norm, eps, **options):
-            assert (model, norm, eps) == (network, "L2", 0.5)
-            self.apgd_targeted = self.fab = SimpleNamespace()
-
-        def run_standard_evaluation(self, x, labels, bs):
-            assert bs == 6 and len(labels) == 6 and self.fab.n_target_classes == 4
-            return torch.where(torch.arange(6)[:, None, None, None] < 2, x, 1e3 * (x - 1))
-
-    monkeypatch.setitem(sys.modules, "autoattack", SimpleNamespace(AutoAttack=AutoAttack))
+    package = mock.Mock()
+    whole = package.AutoAttack.return_value
+    whole.run_standard_evaluation = lambda x, labels, bs: torch.cat([x[:2], 1e3 * (x[2:] - 1)])
+    monkeypatch.setitem(sys.modules, "autoattack", package)
     attacks = evaluate.make_autoattack(network, 5, 0.5, "L2")
+    options = package.AutoAttack.call_args.kwargs
+    assert (options["norm"], options["eps"]) == ("L2", 0.5)
+    assert whole.fab.n_target_classes == whole.apgd_targeted.n_target_classes == 4
+
     expected = network(attacks[0](x, labels)).argmax(1) == labels
     assert evaluate.autoattack(network, attacks, x, labels).equal(expected)
     assert expected[:2].all() and not expected.all()
     for name in ("autoattack", "torchattacks"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(script.InputError, match="--autoattack needs a package: pip install"):
-        evaluate.make_autoattack(network, 5, 0.5, "L2")
-
-
-def test_one_image_is_classified(trained, tmp_path):
-    """From a file, without the data of the run."""
-    images, labels, paths = save_pictures(trained, tmp_path, 20)
-    names, shares, scores = zip(*evaluate.classify(trained / "out/best.pt", paths), strict=True)
-    assert np.mean(np.array(names) == labels.astype(str)) > 0.5
-
-    guide = (ROOT / "docs/DDP_TRAINING_GUIDE.md").read_text()
-    cell = next(cell for cell in guide.split("```") if "classify(" in cell)
-    cell = cell.removeprefix("python").replace("outputs/images/best.pt", f"{trained}/out/best.pt")
-    found = {}
-    exec(cell.replace('["new.png", "other.jpg"]', repr(list(map(str, paths)))), found)
-    assert (found["name"], found["score"]) == (names[-1], scores[-1])
-    expected = torch.from_numpy(images[19:20, None].copy())
-    assert found["model"].eval()(script.pixels(expected)).logsumexp(1).item() == found["score"]
-    assert all(0.1 <= share <= 1 for share in shares) and all(map(math.isfinite, scores))
-
-
-def test_other_images_than_those_of_the_run(trained, tmp_path):
-    """Are named, or refused where they do not fit; and so is what is no checkpoint."""
-    write_digits(tmp_path / "others.npz", 200, 60)
-    call = ["tools/generate_rebm", trained / "out/best.pt", "--steps=1", "--device=cpu"]
-    call += [f"--cache_dir={tmp_path}", "--num_samples=20", f"--data={tmp_path}/others.npz"]
-    assert "not the images of the run" in call_script(*call, f"--out={tmp_path}/a.png")
-    images = np.zeros((60, 8, 8), np.uint8) + np.arange(60, dtype=np.uint8)[:, None, None]
-    np.savez(tmp_path / "two.npz", x_train=images, y_train=np.arange(60) % 2)
-    call += [f"--out={tmp_path}/b.png", f"--data={tmp_path}/two.npz"]
-    assert "expected the network's, 1, 0, 1, 2" in call_script(*call, status=2)
-    torch.save({"script": "train_ddp.py"}, tmp_path / "other.pt")
-    text = call_script("tools/evaluate_rebm", tmp_path / "other.pt", status=2)
-    assert "other.pt: it is of train_ddp.py; expected best.pt, step_N.pt or latest.pt of" in text
-    assert len(text.splitlines()) == 1
+    said = "--autoattack needs a package: pip install"
+    check_refused(said, evaluate.make_autoattack, network, 5, 0.5, "L2")
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("L2", 0.05), ("Linf", 0.012)])
