@@ -18,23 +18,48 @@ import torch
 from helpers import parse_arguments, run_here
 from runs import COMMON, TINY
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import run_train_quantumgrav_ddp as script
 
 META = torch.device("meta")
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies to another device, by whether the host waits for them."""
+class Operations(TorchDispatchMode):
+    """Notes those for which the host waits, and those that do not give the same bits each time."""
 
-    def __init__(self):
+    WAIT = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward"}
+    WAIT |= {"_unique2", "unique_dim", "equal", "is_nonzero"}
+
+    # for which torch.use_deterministic_algorithms is an error on a GPU (of its documentation)
+    DIFFER = """_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward avg_pool3d_backward
+        adaptive_max_pool2d_backward fractional_max_pool2d_backward max_pool3d_with_indices_backward
+        max_unpool2d max_unpool3d upsample_linear1d_backward upsample_bilinear2d_backward
+        upsample_bicubic2d_backward upsample_trilinear3d_backward reflection_pad1d_backward
+        reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
+        replication_pad2d_backward replication_pad3d_backward nll_loss2d _ctc_loss_backward
+        grid_sampler_2d_backward grid_sampler_3d_backward _cdist_backward median kthvalue histc
+        put_ _histogramdd_bin_edges""".split()
+
+    def __init__(self, note):
         super().__init__()
-        self.found = Counter()
+        self.note = note
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function.overloadpacket is torch.ops.aten._to_copy and "device" in kwargs:
-            self.found[bool(kwargs.get("non_blocking"))] += 1
+        name = function.overloadpacket.__name__
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            # of a mask the number of rows must be read
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+        elif name == "_to_copy":
+            moves = kwargs.get("device", args[0].device) != args[0].device
+            waits = moves and not kwargs.get("non_blocking")
+        elif name == "repeat_interleave":
+            waits = kwargs.get("output_size") is None
+        else:
+            waits = name in self.WAIT or name in self.DIFFER
+        if waits:
+            self.note(name)
         return function(*args, **kwargs)
 
 
@@ -93,18 +118,10 @@ STEPS = {
     dpo: ["", "--loss_type=ipo --sft_weight=0.1 --temperature=1"],
     uniref50: ["", "--gradient_checkpointing"],
     rebm: [
-        "",
-        "--model_type=WideResNet28x2 --augm_type_classification=original",
-        "--indist_attack_clf_norm=Linf --indist_attack_clf_eps=0.1",
+        "--augm_type_classification=original",
+        "--model_type=WideResNet28x2 --indist_attack_clf_norm=Linf --indist_attack_clf_eps=0.1",
     ],
 }
-
-
-def count_tensors(batch):
-    """In a batch, and in the batches that are part of it."""
-    if isinstance(batch, torch.Tensor):
-        return 1
-    return sum(map(count_tensors, batch)) if isinstance(batch, tuple) else 0
 
 
 @pytest.mark.parametrize("make_step", STEPS)
@@ -118,10 +135,12 @@ def test_a_step_on_the_meta_device(make_step, tmp_path, monkeypatch):
     for options in STEPS[make_step]:
         args = parse_arguments(script, *files, *options.split())
         model, batch, loss_function = make_step(script, args)
-        copies = Copies()
-        with copies:
+        waiting = []
+        with Operations(waiting.append):
             on_meta = batch.to(META)
-        assert copies.found == {True: count_tensors(batch)}, "the host waits for a copy"
+        assert not waiting, "the host waits for a copy"
+        tensors = [leaf for leaf in tree_leaves(on_meta) if isinstance(leaf, torch.Tensor)]
+        assert {tensor.device for tensor in tensors} == {META}
         model.to(META).train()
         loss = loss_function(model, on_meta)
         loss.backward()
@@ -133,44 +152,6 @@ def test_a_step_on_the_meta_device(make_step, tmp_path, monkeypatch):
         meter.add(loss.detach().reshape(1), norm)
         for tensor in (loss, norm, meter.sums, meter.bad_in_row):
             assert tensor.device == META
-
-
-class Operations(TorchDispatchMode):
-    """Notes those for which the host waits, and those that do not give the same bits each time."""
-
-    WAIT = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward"}
-    WAIT |= {"_unique2", "unique_dim", "equal", "is_nonzero"}
-
-    # for which torch.use_deterministic_algorithms is an error on a GPU (of its documentation)
-    DIFFER = """_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward avg_pool3d_backward
-        adaptive_max_pool2d_backward fractional_max_pool2d_backward max_pool3d_with_indices_backward
-        max_unpool2d max_unpool3d upsample_linear1d_backward upsample_bilinear2d_backward
-        upsample_bicubic2d_backward upsample_trilinear3d_backward reflection_pad1d_backward
-        reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
-        replication_pad2d_backward replication_pad3d_backward nll_loss2d _ctc_loss_backward
-        grid_sampler_2d_backward grid_sampler_3d_backward _cdist_backward median kthvalue histc
-        put_ _histogramdd_bin_edges""".split()
-
-    def __init__(self, note):
-        super().__init__()
-        self.note = note
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function.overloadpacket.__name__
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            # of a mask the number of rows must be read
-            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
-        elif name == "repeat_interleave":
-            waits = kwargs.get("output_size") is None
-        else:
-            waits = name in self.WAIT or name in self.DIFFER
-        if waits:
-            self.note(name)
-        return function(*args, **kwargs)
-
-
-METHODS = ["tolist", "numpy", "cpu", "__array__"]  # no operations, where a tensor is on the CPU
 
 
 @contextlib.contextmanager
@@ -196,7 +177,8 @@ def counted_reads(file, found):
 
         return method
 
-    methods = {name: noted(name) for name in METHODS}
+    # no operations, where a tensor is on the CPU
+    methods = {name: noted(name) for name in ("tolist", "numpy", "cpu", "__array__")}
     with Operations(note), mock.patch.multiple(torch.Tensor, **methods):
         yield
 
@@ -232,8 +214,7 @@ def test_steps_read_nothing(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "train", counted_train)
     clock = itertools.count()  # no meeting because of the time
-    functions = {**vars(time), "monotonic": lambda: next(clock) / 1e6}
-    monkeypatch.setattr(script, "time", SimpleNamespace(**functions))
+    monkeypatch.setattr(script, "time", mock.Mock(wraps=time, monotonic=lambda: next(clock) / 1e6))
     run_short(script, tmp_path)
     _, meetings, lines = SHORT_RUNS[name]
     expected = {"log_and_agree: tolist": meetings, "log_and_agree: _local_scalar_dense": lines}
@@ -245,8 +226,7 @@ def test_steps_read_nothing(name, tmp_path, monkeypatch):
 
 def test_compiled_steps_of_uniref50(tmp_path, monkeypatch):
     """All use the programs of the first two. What sees a sequence's length is no part of them."""
-    quick = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", quick)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": True}  # one for evaluations
     with torch._dynamo.config.patch(**limits):
         run_short(importlib.import_module("run_train_uniref50_ddp"), tmp_path, "--compile")
@@ -255,7 +235,6 @@ def test_compiled_steps_of_uniref50(tmp_path, monkeypatch):
 
 
 GPUS = {  # (host, GPU, gigabytes) of the ranks; the bytes for each, without weights
-    (("a", 0, 80),): 0.7 * 80e9,
     (("a", 0, 80), ("a", 1, 34)): 0.7 * 34e9,  # the same on all ranks
     (("a", 0, 80), ("a", 0, 80)): 0.7 * 40e9,  # one GPU for two ranks
     (("a", 0, 80), ("b", 0, 80)): 0.7 * 80e9,
@@ -264,10 +243,8 @@ GPUS = {  # (host, GPU, gigabytes) of the ranks; the bytes for each, without wei
 
 @pytest.mark.parametrize("gpus", GPUS)
 def test_the_memory_of_a_rank(monkeypatch, gpus):
-    properties = SimpleNamespace(uuid="0", total_memory=80 * 10**9)
-    module = SimpleNamespace(get_device_properties=lambda device: properties)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     everyone = [(host, str(gpu), gigabytes * 10**9) for host, gpu, gigabytes in gpus]
+    monkeypatch.setattr(torch, "get_device_module", mock.Mock())
     monkeypatch.setattr(script, "gather", lambda own: everyone)
     model = torch.nn.Linear(10_000, 10_000, bias=False)
     room = script.room_on_gpu(model, torch.device("cuda"))
@@ -275,49 +252,41 @@ def test_the_memory_of_a_rank(monkeypatch, gpus):
     assert script.room_on_gpu(model, torch.device("cpu")) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "room", "expected"),
-    [
-        ("", 1e9, 1),  # the batch is 64 for each rank
-        ("--global_batch_size=4096", 0, 32),  # a CPU: 64 at a time
-        ("--global_batch_size=4096", 1e9, 1),
-        ("--global_batch_size=4096", 60_000, 7),
-        ("--global_batch_size=4096", 6_000, 76),
-        ("--global_batch_size=4096", 100, 1367),  # a GPU that is too small: as little as one sample
-        ("--global_batch_size=4096 --batch_size=16", 1e9, 128),
-    ],
-)
-def test_micro_batches_fit_a_gpu(monkeypatch, options, room, expected):
+MICRO_BATCHES = [  # --batch_size, room on a GPU, how many of 4096 samples on two ranks
+    (0, 0, 32),  # a CPU: 64 at a time
+    (0, 1e9, 1),
+    (0, 6_000, 76),
+    (0, 100, 1367),  # a GPU that is too small: as little as one sample
+    (16, 1e9, 128),
+]
+
+
+@pytest.mark.parametrize(("batch_size", "room", "expected"), MICRO_BATCHES)
+def test_micro_batches_fit_a_gpu(monkeypatch, batch_size, room, expected):
     """The work of the largest micro-batch is nearly what there is room for."""
     cost = np.random.default_rng(0).permutation(np.tile(np.arange(100, 300), 50))  # mean 199.5
-    args = parse_arguments(script, *options.split())
-    args.batch_size = args.batch_size or (0 if args.global_batch_size else 64)
-    args.global_batch_size = args.global_batch_size or 64
+    args = parse_arguments(script, f"--batch_size={batch_size}", "--global_batch_size=4096")
+    monkeypatch.setattr(script.dist, "get_world_size", lambda group=None: 2)
     sizes = []
     for rank in range(2):
-        monkeypatch.setattr(script.dist, "get_world_size", lambda group=None: 2)
         monkeypatch.setattr(script.dist, "get_rank", lambda group=None, rank=rank: rank)
         sampler = script.GlobalBatchSampler(np.arange(len(cost)), args, cost, room)
         assert sampler.accumulation == expected
         for _, ids, positions in itertools.islice(sampler, 2 * sampler.accumulation):
             sizes.append(cost[ids[positions]].sum())
-    if args.batch_size == 0 and room > 2000:
-        assert 0.5 * min(room, max(sizes)) < max(sizes) <= room
+    if room == 6_000:
+        assert 0.5 * room < max(sizes) <= room
     args.global_batch_size = 1
     with pytest.raises(script.InputError, match="--global_batch_size 1: must be from 2 "):
         script.GlobalBatchSampler(np.arange(len(cost)), args, cost, room)
 
 
 def test_the_log_has_the_memory_of_a_gpu(monkeypatch, group):
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 5 * 10**9)
     meter = script.Meter(["loss"], parse_arguments(script), torch.device("cpu"))
-    meter.add(torch.ones(1), torch.ones(()))
     rows = []
     for device in ("cpu", "cuda"):
-        sums = SimpleNamespace(device=torch.device(device), tolist=lambda: [3.0, 1.0, 1.0])
-        sums.zero_ = meter.sums.zero_
-        monkeypatch.setattr(meter, "sums", sums)
-        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 5 * 10**9)
-        meter.steps = 1
+        meter.sums = mock.Mock(device=torch.device(device), tolist=lambda: [3.0, 1.0, 1.0])
         meter.log_and_agree(mock.Mock(write=rows.append), {"step": 10}, 64)
     assert "peak_gb" not in rows[0] and rows[1]["peak_gb"] == 5
 
@@ -325,13 +294,13 @@ def test_the_log_has_the_memory_of_a_gpu(monkeypatch, group):
 def test_dropout_is_seeded_on_the_accelerator(monkeypatch):
     """As on the CPU: by seed, step and rank."""
     seeds = []
-    module = SimpleNamespace(manual_seed=seeds.append)
-    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    gpu = mock.Mock(manual_seed=seeds.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda: gpu)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     draws = []
     for step, rank in [(3, 0), (3, 1), (4, 0), (3, 0)]:
         monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
-        script.seed_step(parse_arguments(script), step)
+        script.seed_step(SimpleNamespace(seed=0), step)
         draws.append(torch.rand(1).item())
     for found in (seeds, draws):
         assert len(set(found)) == 3 and found[0] == found[3]
@@ -341,6 +310,7 @@ WAITS = [
     lambda x: x.sum().item(),
     lambda x: x.detach().numpy(),
     lambda x: x[x > 0],
+    lambda x: x.detach().to(META),
     lambda x: x.detach().index_put_([x > 0], torch.zeros(())),
     lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64)),
     lambda x: torch.nn.functional.adaptive_avg_pool2d(x.expand(1, 1, 4, 4), 2).sum().backward(),
@@ -350,6 +320,7 @@ WAITS = [
 GOES_ON = [
     lambda x: torch.where(x > 0, x, 0.0).sum().backward(),
     lambda x: x[np.array([1, 2])],
+    lambda x: x.detach().to(META, non_blocking=True),
     lambda x: torch.nn.utils.clip_grad_norm_([x], 1.0),
 ]
 
