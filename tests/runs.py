@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from functools import cached_property, partial
@@ -92,10 +93,6 @@ DROPOUT = dict.fromkeys(["run_train_quantumgrav_ddp", "run_train_uniref50_ddp"],
 PLAIN_BACKWARD = torch.Tensor.backward
 
 
-def send_signal(number):
-    os.kill(os.getpid(), number)
-
-
 def let_time_pass(minutes):
     """As if this process had started so long ago."""
     sys.modules[Path(sys.argv[0]).stem].START -= 60 * minutes
@@ -116,11 +113,7 @@ def in_next_evaluation(do, number):
 
 def multiply_losses(number):
     """From now on those of this rank, as they come to backward()."""
-
-    def backward(loss, *more, **options):
-        PLAIN_BACKWARD(loss * number, *more, **options)
-
-    torch.Tensor.backward = backward
+    torch.Tensor.backward = lambda loss, *more: PLAIN_BACKWARD(loss * number, *more)
 
 
 def fill_disk(number):
@@ -130,8 +123,8 @@ def fill_disk(number):
 
 
 DO = {
-    "signal": send_signal,
-    "evaluation": partial(in_next_evaluation, send_signal),
+    "signal": signal.raise_signal,
+    "evaluation": partial(in_next_evaluation, signal.raise_signal),
     "slow evaluation": partial(in_next_evaluation, let_time_pass),
     "sleep": time.sleep,
     "multiply": multiply_losses,  # also by NaN
@@ -321,16 +314,14 @@ class Task:
         """It has ended as one that nothing happened to: the same bits, samples and rows."""
         run = Run(folder)
         whole = whole or self.whole
-        states = []
-        for state in (run.state, whole.state):
-            for group in state["optimizer"]["param_groups"]:
-                group.pop("lr")  # set anew in each step: after the last it may be of the options
-            states.append({key: state[key] for key in state.keys() - NOT_COMPARED})
-        assert not differences(*states)
         assert run.kept == whole.kept != []
-        for name in whole.kept:
-            kept = [torch.load(own / name, weights_only=True) for own in (folder, whole.folder)]
-            assert not differences(*[{**own, **dict.fromkeys(NOT_COMPARED)} for own in kept])
+        for name in ["latest.pt", *whole.kept]:
+            states = [torch.load(own / name, weights_only=True) for own in (folder, whole.folder)]
+            for state in states:
+                state.update(dict.fromkeys(NOT_COMPARED))
+                for group in state.get("optimizer", {}).get("param_groups", []):
+                    del group["lr"]  # set anew in each step: may be of the options
+            assert not differences(*states), name
         assert run.trained_on() == whole.trained_on()
         assert run.figures == whole.figures
         own = dict.fromkeys(RUN_OWN)
