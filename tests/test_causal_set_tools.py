@@ -318,6 +318,20 @@ def test_predictions_of_the_test_sets(trained, tmp_path):
         assert float(row["root"]) == pytest.approx(size, rel=1e-4)
 
 
+def test_columns_of_one_name(trained, tmp_path):
+    """None is lost: the later one gets another name, which is said."""
+    path = write(tmp_path / "a.npz")
+    rows, _ = predict(tmp_path / "a.csv", trained / "best.pt", path)
+    state = torch.load(trained / "best.pt", weights_only=True)
+    state["data"]["classes"] = {"kind": ["label", "7"], "part": ["0", "1"], "kind_7": []}
+    torch.save(state, tmp_path / "odd.pt")
+    odd, said = predict(tmp_path / "b.csv", tmp_path / "odd.pt", path)
+    assert "two columns would be called kind_7: the later one is kind_7_" in said
+    names = {"kind_label_": "kind_3", "kind_7": "kind_7", "part_0": "flat_0", "part_": "flat"}
+    for name, before in {**names, "kind_7_": "root"}.items():
+        assert [row[name] for row in odd] == [row[before] for row in rows]
+
+
 def test_predictions_of_new_sets(trained, tmp_path):
     """Without labels, and with: the same probabilities. The metrics are of sets that were neither
     trained nor validated on: the test sets of the run, and 10 that it has not."""

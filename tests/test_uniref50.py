@@ -6,6 +6,7 @@ import math
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -115,6 +116,22 @@ def test_hidden_residues_and_weights(folder):
         middles.append((2 * sums / residues / (residues + 1)).mean())
     assert abs(np.mean(correlations)) < 4 / math.sqrt(30 * 300)
     assert np.mean(middles) == pytest.approx(1, abs=0.02)
+
+
+def test_no_two_random_streams_are_one(folder, group):
+    """Those of the sampler's epochs, of a step, of its positions, and of an evaluation."""
+    args, proteins = read(folder)
+    args.seed = 0
+    args.global_batch_size = 6
+    data = script.NoisyProteins(args, proteins)
+    with mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as made:
+        next(iter(script.GlobalBatchSampler(np.arange(6), args, np.ones(6))))
+        for step in range(3):
+            data[step, np.arange(6), np.arange(6)]
+        args.eval_draws = 1
+        evaluate(lambda batch: torch.zeros(len(batch.noisy), 26), proteins, np.arange(6), args)
+    firsts = {np.random.default_rng(*call.args).random() for call in made.call_args_list}
+    assert len(firsts) == 1 + 3 * (1 + 6) + 1 + 6
 
 
 def test_crops():

@@ -120,6 +120,11 @@ def test_count(local):
         assert f"{CORES} CPU core(s)" in refused(local(CORES + 1, *arguments, GPUS="99"))
 
 
+def test_help(run):
+    for wrapper in (*LOCAL, "scripts/run_ddp_slurm.sh"):
+        assert "\nUsage" in run(wrapper, "--help").stdout
+
+
 STARTED = [  # a wrapper, words, processes where there are eight GPUs, options of the script
     ("run_ddp.sh", "4 False d=*", 4, "--use_projection=False d=*"),
     ("run_ddp.sh", "lr=1", 8, "--use_projection=True lr=1"),
