@@ -49,10 +49,11 @@ def server():
 @pytest.fixture(scope="module")
 def causal_sets(tmp_path_factory):
     """A file of 240 small causal sets of six kinds, as the tool makes them."""
-    from helpers import write_causal_sets
+    from helpers import import_tool
 
     path = tmp_path_factory.mktemp("data") / "sets.npz"
-    write_causal_sets(path, "--samples=240", "--min_size=8", "--max_size=16")
+    words = f"--out={path} --samples=240 --min_size=8 --max_size=16 --workers=1"
+    import_tool("make_causal_sets").main(words.split())
     return path
 
 

@@ -306,8 +306,3 @@ def write_structures(folder, count, pairs=6, least=18, most=40):
             row = {"pdb_file": f"helix{number}.pdb", "preferred_seq": "".join(own)}
             rows.append({**row, "unpreferred_seq": "".join(other)})
     (folder / "pairs.json").write_text(json.dumps(rows))
-
-
-def write_causal_sets(path, *options):
-    """What `tools/make_causal_sets.py --out PATH OPTIONS` writes: an .npz file."""
-    import_tool("make_causal_sets").main([f"--out={path}", "--workers=1", *options])

@@ -66,8 +66,8 @@ def tiny_run_dpo_ddp(folder, less=0):
 
 def tiny_run_train_quantumgrav_ddp(folder, less=0):
     """300 small sets of 6 kinds; two tasks and a target; an evaluation after each nine steps."""
-    sizes = ["--min_size=14", "--max_size=20"]
-    helpers.write_causal_sets(folder / "sets.npz", f"--samples={300 - less}", *sizes)
+    words = f"--samples={300 - less} --min_size=14 --max_size=20 --workers=1"
+    helpers.import_tool("make_causal_sets").main([f"--out={folder}/sets.npz", *words.split()])
     return f"""--data={folder}/sets.npz --cache_dir={folder}/cache --tasks cls dim
         --targets atomcount --class_weights=balanced --hidden_dim=16 --head_dim=16 --num_layers=2
         --num_epochs=5 --batch_size=6 --lr=5e-3 --num_workers=1 --timeout_minutes=2""".split()

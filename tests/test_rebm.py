@@ -427,8 +427,7 @@ def test_other_images_than_those_of_the_run(trained, task, tmp_path, monkeypatch
     words = f"{trained}/out/best.pt --steps=1 --device=cpu --cache_dir=cache --num_samples=20"
     text = call_script("tools/generate_rebm", *words.split(), f"--data={task.folder}/digits.npz")
     assert "not the images of the run" in text
-    images = np.zeros((60, 8, 8), np.uint8) + np.arange(60, dtype=np.uint8)[:, None, None]
-    np.savez("two.npz", x_train=images, y_train=np.arange(60) % 2)
+    np.savez("two.npz", x_train=np.load(f"{trained}/digits.npz")["x_test"], y_train=[0, 1] * 30)
     check_refusal(f"generate_rebm {words} --data=two.npz --out=b.png", "network's, 1, 0, 1, 2")
 
 
