@@ -102,7 +102,7 @@ def load_data(module, args):
     if module.__name__ == "run_train_uniref50_ddp":
         proteins = module.Proteins(module.read_once(module.prepare, args), args)
         model = module.Denoiser(args).to("meta")
-        data = module.NoisyProteins(proteins, args.seed)
+        data = module.NoisyProteins(args, proteins)
         return data, proteins.train, proteins.lengths, loss_of_batch
 
     if module.__name__ == "run_dpo_ddp":
