@@ -148,9 +148,9 @@ def test_help_and_refusals(name, tmp_path):
     """Status 2 and one line, which names the option. (Each script looks at its folders itself.)"""
     text = call_script(name, "--help")
     assert text.startswith("usage: ") and "--batch_size" in text and "[RANK" not in text
-    task = Task(name, tmp_path, None)
+    argv = [*Task(name, tmp_path, None).argv, f"--output_dir={tmp_path}/run"]
     for words in list(REFUSED)[: None if name == FAST else 2]:
-        line = refusal(call_script(name, *task.argv, words, status=2))
+        line = refusal(call_script(name, *argv, words, status=2))
         assert re.search(REFUSED[words], line), line
 
 
